@@ -1,0 +1,77 @@
+"""The engine's configuration: resolved once from record and flags, then frozen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+
+class Activations(Enum):
+    """What CPU matrix products multiply packed weights with."""
+
+    INT8 = "int8"
+    FLOAT = "float"
+
+
+class CacheDtype(Enum):
+    """What keys, values and latents are stored in. FP8 (e4m3) is the only quantized cache allowed.
+
+    FLOAT32 is for parity runs against an oracle; records may name bf16 or fp8 only.
+    """
+
+    BF16 = "bf16"
+    FP8 = "fp8"
+    FLOAT32 = "float32"
+
+    @property
+    def torch(self) -> torch.dtype:
+        """The storage dtype."""
+        return {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "float32": torch.float32}[self.value]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """Cache memory: one byte budget for all groups; None = derived from max_context and max_sequences."""
+
+    dtype: CacheDtype = CacheDtype.BF16
+    budget_bytes: int | None = None
+    prefix_caching: bool = True
+    snapshot_spacing: int = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of a step and of the queue.
+
+    token_budget: tokens of one step. decode_share: part of a step's time that decode rows keep while prompts
+    prefill (bounds prefill tokens in steps that also decode). max_queue: waiting requests before a refusal.
+    """
+
+    max_sequences: int = 32
+    max_context: int = 32768
+    token_budget: int = 512
+    mixed_prefill_budget: int = 256
+    max_queue: int = 1024
+    skip_ahead: int = 8
+    ageing_steps: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class NumericsConfig:
+    """Arithmetic: activation dtype of the device path and of CPU products."""
+
+    activation_dtype: torch.dtype = torch.float32
+    cpu_activations: Activations = Activations.INT8
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything the engine needs besides the model."""
+
+    device: str = "cpu"
+    num_threads: int | None = None
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    numerics: NumericsConfig = field(default_factory=NumericsConfig)
