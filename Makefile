@@ -1,0 +1,41 @@
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip
+# A CPU-only machine must not download a CUDA build: override TORCH_INDEX to choose another build.
+CONSTRAINTS ?= constraints.txt
+
+.PHONY: demo test lint gpu-test bench install install-test clean
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -q --upgrade pip
+
+install: $(BIN)/python
+	$(PIP) install -q -c $(CONSTRAINTS) -e '.[demo]'
+
+install-test: $(BIN)/python
+	$(PIP) install -q -c $(CONSTRAINTS) -e '.[demo,test]'
+
+# The main job on a real model: fetch Qwen2.5-Coder 0.5B, answer one question, continue one text.
+demo: install
+	$(BIN)/slimserve qwen25-coder-0.5b -p "What is the capital of France?"
+	$(BIN)/slimserve qwen25-coder-0.5b --raw --temperature 0.8 --top-p 0.95 --seed 7 --max-tokens 96 -p "def fibonacci(n):"
+
+test: install-test lint
+	$(BIN)/python -m slimserve.fetch.cli qwen25-coder-0.5b smollm2-135m gemma3-270m || true
+	$(BIN)/python -m pytest -m "not gpu and not slow"
+
+lint: install-test
+	$(BIN)/ruff check src tests
+	$(BIN)/mypy
+
+# On a machine with a CUDA device whose python already has torch and triton.
+gpu-test:
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -q tests
+
+bench: install
+	$(BIN)/slimserve bench
+
+clean:
+	rm -rf $(VENV) build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
