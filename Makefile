@@ -11,11 +11,14 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -q --upgrade pip
 
+# Where no C++ compiler exists, the one that comes as a wheel (extra `compiler`) builds the CPU kernels.
+COMPILER := $(shell command -v c++ >/dev/null 2>&1 || command -v clang++ >/dev/null 2>&1 || echo ,compiler)
+
 install: $(BIN)/python
-	$(PIP) install -q -c $(CONSTRAINTS) -e '.[demo]'
+	$(PIP) install -q -c $(CONSTRAINTS) -e '.[demo$(COMPILER)]'
 
 install-test: $(BIN)/python
-	$(PIP) install -q -c $(CONSTRAINTS) -e '.[demo,test]'
+	$(PIP) install -q -c $(CONSTRAINTS) -e '.[demo,test$(COMPILER)]'
 
 # The main job on a real model: fetch Qwen2.5-Coder 0.5B, answer one question, continue one text.
 demo: install
