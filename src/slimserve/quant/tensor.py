@@ -10,13 +10,17 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """One storage format: `block_size` elements take `block_bytes` bytes; `type_id` is ggml's number or None."""
+    """One storage format: `block_size` elements take `block_bytes` bytes; `type_id` is ggml's number or None.
+
+    `supported` is False for formats that are known by name and size only: their tensors are refused.
+    """
 
     name: str
     type_id: int | None
     block_size: int
     block_bytes: int
     used_by: str = ""
+    supported: bool = True
 
     def row_bytes(self, num_elements: int) -> int:
         """Bytes of a row of `num_elements`, which must be whole blocks."""
