@@ -7,12 +7,9 @@ from enum import Enum
 
 import torch
 
+from slimserve.ops.numerics import Activations, NumericsConfig
 
-class Activations(Enum):
-    """What CPU matrix products multiply packed weights with."""
-
-    INT8 = "int8"
-    FLOAT = "float"
+__all__ = ["Activations", "CacheConfig", "CacheDtype", "EngineConfig", "NumericsConfig", "SchedulerConfig"]
 
 
 class CacheDtype(Enum):
@@ -56,14 +53,6 @@ class SchedulerConfig:
     max_queue: int = 1024
     skip_ahead: int = 8
     ageing_steps: int = 64
-
-
-@dataclass(frozen=True, slots=True)
-class NumericsConfig:
-    """Arithmetic: activation dtype of the device path and of CPU products."""
-
-    activation_dtype: torch.dtype = torch.float32
-    cpu_activations: Activations = Activations.INT8
 
 
 @dataclass(frozen=True, slots=True)

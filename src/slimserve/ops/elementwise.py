@@ -1,0 +1,110 @@
+"""Row operations and attention: each call goes to the kernel that was resolved for its device and dtypes."""
+
+from __future__ import annotations
+
+import torch
+
+from slimserve.ops.registry import pick
+from slimserve.ops.resolver import Op
+from slimserve.quant.tensor import PackedTensor
+
+
+def embedding(token_ids: torch.Tensor, packed: PackedTensor, dtype: torch.dtype) -> torch.Tensor:
+    """Decode the rows token_ids [T] of a packed [V, H] table: [T, H] of `dtype`; ids are clamped to [0, V)."""
+    choice = pick(Op.EMBEDDING, packed.data.device, dtype)
+    result: torch.Tensor = choice.entry.implementation(token_ids, packed, dtype)
+    return result
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, weight_offset: float = 0.0) -> torch.Tensor:
+    """Normalise rows of x [..., H] by their root mean square and scale by weight [H] + weight_offset; x's dtype."""
+    result: torch.Tensor = pick(Op.RMS_NORM, x.device, x.dtype).entry.implementation(
+        x, weight, eps, weight_offset=weight_offset
+    )
+    return result
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, weight_offset: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add x to residual [..., H], then normalise the sum as `rms_norm` does; returns (normalised, sum)."""
+    y, total = pick(Op.ADD_RMS_NORM, x.device, x.dtype).entry.implementation(
+        x, residual, weight, eps, weight_offset=weight_offset
+    )
+    return y, total
+
+
+def silu_mul(gate_up: torch.Tensor, limit: float | None = None) -> torch.Tensor:
+    """silu(gate) * up for gate_up [T, 2F], gate first: [T, F]; `limit` clamps gate from above and up on both sides."""
+    result: torch.Tensor = pick(Op.SILU_MUL, gate_up.device, gate_up.dtype).entry.implementation(gate_up, limit)
+    return result
+
+
+def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gelu(gate) * up in the tanh form for gate_up [T, 2F], gate first: [T, F]."""
+    result: torch.Tensor = pick(Op.GELU_TANH_MUL, gate_up.device, gate_up.dtype).entry.implementation(gate_up)
+    return result
+
+
+def rope(
+    x: torch.Tensor,
+    positions: torch.Tensor,
+    inv_freq: torch.Tensor,
+    *,
+    rotary_dim: int,
+    interleaved: bool = False,
+    scale: float = 1.0,
+) -> None:
+    """Rotate the first rotary_dim elements of x [T, heads, D] in place by positions [T] * inv_freq [rotary_dim / 2].
+
+    Pairs are (i, i + rotary_dim / 2), or (2i, 2i + 1) where `interleaved`. `scale` multiplies cosine and sine.
+    x may be a strided view whose last dimension is contiguous.
+    """
+    pick(Op.ROPE, x.device, x.dtype).entry.implementation(
+        x, positions, inv_freq, rotary_dim=rotary_dim, interleaved=interleaved, scale=scale
+    )
+
+
+def write_pages(values: torch.Tensor, storage: torch.Tensor, slots: torch.Tensor) -> None:
+    """Store values [T, heads, D] at slots [T] (page * 64 + offset) of storage [pages, heads, 64, D].
+
+    float8_e4m3fn storage clamps to +-448 first. values may be a strided view with a contiguous last dimension.
+    """
+    pick(Op.WRITE_PAGES, values.device, values.dtype, storage.dtype).entry.implementation(values, storage, slots)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block_table: torch.Tensor,
+    row_offsets: torch.Tensor,
+    start_positions: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    max_q_len: int,
+    max_context: int,
+) -> torch.Tensor:
+    """Causal attention of a step's rows over their pages: [T, Hq, D] of q's dtype.
+
+    q [T, Hq, D]; k, v [pages, Hkv, 64, D]; block_table [R, blocks] int32; row_offsets [R + 1]; start_positions [R].
+    The query at absolute position p sees keys max(0, p - window + 1) .. p; scores are scale * q.k, squashed to
+    softcap * tanh(s / softcap) where given. max_q_len and max_context bound loops and never change a row's bits.
+    """
+    choice = pick(Op.PAGED_ATTENTION, q.device, q.dtype, k.dtype)
+    result: torch.Tensor = choice.entry.implementation(
+        q,
+        k,
+        v,
+        block_table,
+        row_offsets,
+        start_positions,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        max_q_len=max_q_len,
+        max_context=max_context,
+    )
+    return result

@@ -1,0 +1,41 @@
+"""The kernels of this build in order of preference, per device type."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from slimserve.ops.cpu import registry as cpu_registry
+from slimserve.ops.reference import registry as reference_registry
+from slimserve.ops.resolver import Case, Choice, KernelEntry, Op, resolve
+
+
+@functools.cache
+def entries(device_type: str) -> tuple[KernelEntry, ...]:
+    """Every kernel that may serve on a device type, preferred first; the torch references stand last."""
+    found: tuple[KernelEntry, ...] = ()
+    if device_type == "cpu":
+        found = cpu_registry.entries()
+    elif device_type == "cuda":
+        from slimserve.ops.triton import registry as triton_registry
+
+        found = triton_registry.entries()
+    return found + reference_registry.entries()
+
+
+@functools.cache
+def architecture(device: torch.device) -> str:
+    """The device architecture as kernels name it: "cpu", "sm_90", "gfx942"."""
+    if device.type != "cuda":
+        return device.type
+    properties = torch.cuda.get_device_properties(device)
+    name: str = getattr(properties, "gcnArchName", "") if torch.version.hip else ""
+    return name.split(":")[0] or f"sm_{properties.major}{properties.minor}"
+
+
+@functools.cache
+def pick(op: Op, device: torch.device, dtype: torch.dtype | None = None, kv_dtype: torch.dtype | None = None) -> Choice:
+    """The kernel of an operation without a prepared weight; resolved once per device and dtypes."""
+    case = Case(op, device, architecture(device), dtype=dtype, kv_dtype=kv_dtype)
+    return resolve(case, entries(device.type))
