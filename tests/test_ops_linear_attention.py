@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
-from slimserve.ops.reference.linear_attention import causal_conv, gated_delta_rule
+from slimserve.ops.reference import linear_attention as reference
 
 RING = 80
 
@@ -38,7 +40,16 @@ def storage(heads, key_heads, key_dim, value_dim, per_channel, slots=10):
     }
 
 
-def run_cut(inputs, store, cuts):
+def triton_ops():
+    """The Triton kernels, under the interpreter on a machine without a GPU."""
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("no CUDA device and TRITON_INTERPRET is not 1")
+    from slimserve.ops.triton import linear_attention
+
+    return linear_attention
+
+
+def run_cut(inputs, store, cuts, ops=reference):
     """Feed one sequence in pieces; boundary b is written to slot b // 64."""
     out, start = [], 0
     for stop in cuts:
@@ -46,7 +57,7 @@ def run_cut(inputs, store, cuts):
         first = start // 64 + 1
         state_out = torch.tensor([list(range(first, stop // 64 + 1)) or [0]])
         out.append(
-            gated_delta_rule(
+            ops.gated_delta_rule(
                 *piece,
                 **store,
                 state_in=torch.tensor([start // 64]),
@@ -81,8 +92,30 @@ def test_matches_recurrence(per_channel, cuts):
     assert (store["state"][3] - state).norm() / state.norm() < 2e-5
 
 
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_triton_cuts_are_bit_equal(per_channel):
+    ops = triton_ops()
+    torch.manual_seed(5)
+    key_heads, heads, key_dim, value_dim = (2, 2, 16, 16) if per_channel else (1, 2, 16, 20)
+    cuts_list = ([150], [1, 2, 60, 64, 65, 150], [50, 129, 130, 150])
+    q, k = torch.randn(150, key_heads, key_dim), torch.randn(150, key_heads, key_dim)
+    v, beta = torch.randn(150, heads, value_dim), torch.rand(150, heads)
+    g = -5 * torch.rand(150, heads, key_dim) if per_channel else -torch.rand(150, heads)
+    results = []
+    for cuts in cuts_list:
+        store = storage(heads, key_heads, key_dim, value_dim, per_channel)
+        results.append((run_cut((q, k, v, g, beta), store, cuts, ops), store["state"][1:3].clone()))
+    expected, _ = recurrence(q, k, v, g, beta)
+    assert (results[0][0] - expected).norm() / expected.norm() < 2e-6
+    for out, state in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(state, results[0][1])
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
 @pytest.mark.parametrize("cuts", [[150], [1, 2, 3, 5, 64, 70, 128, 129, 150]])
-def test_convolution_any_cut(cuts):
+def test_convolution_any_cut(cuts, implementation):
+    ops = reference if implementation == "reference" else triton_ops()
     torch.manual_seed(1)
     channels, width = 12, 4
     x, weight = torch.randn(150, channels), torch.randn(channels, width)
@@ -92,7 +125,7 @@ def test_convolution_any_cut(cuts):
     for stop in cuts:
         state_out = torch.tensor([list(range(start // 64 + 1, stop // 64 + 1)) or [0]])
         out.append(
-            causal_conv(
+            ops.causal_conv(
                 x[start:stop],
                 weight,
                 open_conv,

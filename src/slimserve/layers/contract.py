@@ -96,7 +96,7 @@ class RecurrentStorage:
     the state after token b-1 and the convolution inputs of tokens b-3..b-1 (oldest first).
     Rows of the open chunk, ring row = position mod ring (ring >= 64 + longest draft + 1):
     open_conv [num_open, ring, conv_dim] convolution inputs; open_k [num_open, ring, key_heads, key_dim];
-    open_g [num_open, ring, heads(, key_dim)] f32 cumulative log decay inside the chunk;
+    open_g [num_open, ring, heads(, key_dim)] f32 log decay (summed inside the chunk when read);
     open_d [num_open, ring, heads, value_dim] f32 the written value beta * (v - S^T k).
     The state moves only at boundaries, so a rejected draft is undone by forgetting its rows, a snapshot is a
     slot that is kept, and a token's arithmetic depends on its absolute position alone.

@@ -131,18 +131,15 @@ def gated_delta_rule(
             stop = min(base + CHUNK, stop_position)
             new = slice(begin + position - start, begin + stop - start)
             old = torch.arange(base, position, device=q.device) % ring
-            decay_new = g[new].float().cumsum(0)
-            if old.numel():
-                decay_new = decay_new + open_g[open_row, old[-1]]
             keys = torch.cat([open_k[open_row, old], k[new].to(open_k.dtype)])
-            decay = torch.cat([open_g[open_row, old], decay_new])
+            decay = torch.cat([open_g[open_row, old], g[new].float()]).cumsum(0)
             kn = _normalise(keys).repeat_interleave(repeat, 1)
             qn = (_normalise(q[new]) * key_dim**-0.5).repeat_interleave(repeat, 1)
             o, d = _solve_rows(current, qn, kn, v[new].float(), decay, beta[new].float(), open_d[open_row, old])
             out[new] = o
             ring_rows = torch.arange(position, stop, device=q.device) % ring
             open_k[open_row, ring_rows] = k[new].to(open_k.dtype)
-            open_g[open_row, ring_rows] = decay_new
+            open_g[open_row, ring_rows] = g[new].float()
             open_d[open_row, ring_rows] = d
             if stop == base + CHUNK:
                 current = _next_state(current, kn, decay, torch.cat([open_d[open_row, old], d]))
