@@ -11,6 +11,17 @@ from slimserve.ops.elementwise import (
     write_pages,
 )
 from slimserve.ops.explain import explain
+from slimserve.ops.hybrid import (
+    causal_conv,
+    gated_delta_rule,
+    hyper_post,
+    hyper_pre,
+    latent_attention,
+    route,
+    select_pools,
+    update_pools,
+    write_latents,
+)
 from slimserve.ops.linear import expert_linear, linear, prepare_experts, prepare_linear
 from slimserve.ops.numerics import Activations, NumericsConfig
 from slimserve.ops.resolver import Case, Choice, KernelEntry, KernelRow, Op
@@ -29,16 +40,25 @@ __all__ = [
     "PreparedExperts",
     "PreparedLinear",
     "add_rms_norm",
+    "causal_conv",
     "embedding",
     "expert_linear",
     "explain",
+    "gated_delta_rule",
     "gelu_tanh_mul",
+    "hyper_post",
+    "hyper_pre",
+    "latent_attention",
     "linear",
     "paged_attention",
     "prepare_experts",
     "prepare_linear",
     "rms_norm",
     "rope",
+    "route",
+    "select_pools",
     "silu_mul",
+    "update_pools",
+    "write_latents",
     "write_pages",
 ]

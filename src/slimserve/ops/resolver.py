@@ -32,6 +32,15 @@ class Op(Enum):
     PAGED_ATTENTION = "paged_attention"
     GREEDY = "greedy"
     GUMBEL_ARGMAX = "gumbel_argmax"
+    CAUSAL_CONV = "causal_conv"
+    DELTA_RULE = "gated_delta_rule"
+    HYPER_PRE = "hyper_pre"
+    HYPER_POST = "hyper_post"
+    ROUTE = "route"
+    UPDATE_POOLS = "update_pools"
+    SELECT_POOLS = "select_pools"
+    WRITE_LATENTS = "write_latents"
+    LATENT_ATTENTION = "latent_attention"
 
 
 ANY_ROWS = (1, 1 << 30)

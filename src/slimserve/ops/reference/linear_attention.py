@@ -73,6 +73,11 @@ def _normalise(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPS)
 
 
+def _spread(x: torch.Tensor, repeat: int, tiled: bool) -> torch.Tensor:
+    """Key heads to value heads: [n, Hk, K] -> [n, Hk * repeat, K], grouped, or tiled as GGUF stores them."""
+    return x.repeat(1, repeat, 1) if tiled else x.repeat_interleave(repeat, 1)
+
+
 def _pair_weights(
     left: torch.Tensor, right: torch.Tensor, left_decay: torch.Tensor, right_decay: torch.Tensor
 ) -> torch.Tensor:
@@ -109,12 +114,14 @@ def gated_delta_rule(
     open_index: torch.Tensor,
     row_offsets: torch.Tensor,
     start_positions: torch.Tensor,
+    *,
+    tiled: bool = False,
 ) -> torch.Tensor:
     """Gated delta rule of every row of a step; updates the open rows and writes states at boundaries.
 
     q, k [T, key_heads, K] convolution outputs (normalised here, q scaled by K**-0.5); v [T, H, V]; g [T, H] or
     [T, H, K] float32 log decay (<= 0); beta [T, H] float32; storage as in RecurrentStorage. Value head h reads
-    key head h // (H / key_heads). Returns float32 [T, H, V].
+    key head h // (H / key_heads), or h mod key_heads where `tiled` (GGUF's order). Returns float32 [T, H, V].
     """
     heads, key_dim = v.shape[1], q.shape[2]
     repeat = heads // q.shape[1]
@@ -133,8 +140,8 @@ def gated_delta_rule(
             old = torch.arange(base, position, device=q.device) % ring
             keys = torch.cat([open_k[open_row, old], k[new].to(open_k.dtype)])
             decay = torch.cat([open_g[open_row, old], g[new].float()]).cumsum(0)
-            kn = _normalise(keys).repeat_interleave(repeat, 1)
-            qn = (_normalise(q[new]) * key_dim**-0.5).repeat_interleave(repeat, 1)
+            kn = _spread(_normalise(keys), repeat, tiled)
+            qn = _spread(_normalise(q[new]) * key_dim**-0.5, repeat, tiled)
             o, d = _solve_rows(current, qn, kn, v[new].float(), decay, beta[new].float(), open_d[open_row, old])
             out[new] = o
             ring_rows = torch.arange(position, stop, device=q.device) % ring

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from slimserve.ops.reference import activation, attention, linear, norms, rotary
+from slimserve.ops.reference import (
+    activation,
+    attention,
+    hyper,
+    indexer,
+    latent,
+    linear,
+    linear_attention,
+    norms,
+    rotary,
+    router,
+)
 from slimserve.ops.resolver import Case, KernelEntry, Op
 
 
@@ -27,5 +38,14 @@ def entries() -> tuple[KernelEntry, ...]:
         Op.ROPE: rotary.rope,
         Op.WRITE_PAGES: attention.write_pages,
         Op.PAGED_ATTENTION: attention.paged_attention,
+        Op.CAUSAL_CONV: linear_attention.causal_conv,
+        Op.DELTA_RULE: linear_attention.gated_delta_rule,
+        Op.HYPER_PRE: hyper.hyper_pre,
+        Op.HYPER_POST: hyper.hyper_post,
+        Op.ROUTE: router.route,
+        Op.UPDATE_POOLS: indexer.update_pools,
+        Op.SELECT_POOLS: indexer.select_pools,
+        Op.WRITE_LATENTS: latent.write_latents,
+        Op.LATENT_ATTENTION: latent.latent_attention,
     }
     return tuple(KernelEntry(op, "torch reference", _serves, run) for op, run in implementations.items())

@@ -21,12 +21,12 @@ def _delta_rule_kernel(
     state_in_ptr, state_out_ptr, open_index_ptr, row_offsets_ptr, start_ptr,
     num_crossings, ring,
     heads: tl.constexpr, repeat: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
-    PER_CHANNEL: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    PER_CHANNEL: tl.constexpr, TILED: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     key_heads: tl.constexpr = heads // repeat
-    key_head = head // repeat
+    key_head = head % key_heads if TILED else head // repeat
     begin = tl.load(row_offsets_ptr + row).to(tl.int64)
     end = tl.load(row_offsets_ptr + row + 1).to(tl.int64)
     start = tl.load(start_ptr + row).to(tl.int64)
@@ -195,6 +195,8 @@ def gated_delta_rule(
     open_index: torch.Tensor,
     row_offsets: torch.Tensor,
     start_positions: torch.Tensor,
+    *,
+    tiled: bool = False,
 ) -> torch.Tensor:
     """Same contract as ops.reference.linear_attention.gated_delta_rule; all tensors contiguous on one CUDA device."""
     num_tokens, heads, value_dim = v.shape
@@ -208,7 +210,8 @@ def gated_delta_rule(
         state, open_k, open_g, open_d, state_in, state_out, open_index, row_offsets, start_positions,
         state_out.shape[1], open_k.shape[1],
         heads=heads, repeat=heads // key_heads, key_dim=key_dim, value_dim=value_dim,
-        PER_CHANNEL=g.dim() == 3, BK=triton.next_power_of_2(key_dim), BV=max(block_v, 16), C=CHUNK, num_warps=4,
+        PER_CHANNEL=g.dim() == 3, TILED=tiled,
+        BK=triton.next_power_of_2(key_dim), BV=max(block_v, 16), C=CHUNK, num_warps=4,
     )  # fmt: skip
     _keep_rows(k, open_k, open_index, row_offsets, start_positions)
     _keep_rows(g, open_g, open_index, row_offsets, start_positions)
