@@ -17,6 +17,10 @@ NULL_PAGE = 0
 """Page, state slot and open-buffer index 0 are never owned by a request: padding rows may write there."""
 
 
+NOT_USED = torch.empty(0)
+"""Stands for an index tensor that a group's kind does not have."""
+
+
 @dataclass(slots=True)
 class GroupInput:
     """Where one cache group keeps the rows of this step.
@@ -30,11 +34,11 @@ class GroupInput:
     open_index [R] int32: recurrent and indexer groups: the sequence's open buffer (rows of the open chunk).
     """
 
-    block_table: torch.Tensor | None = None
-    slots: torch.Tensor | None = None
-    state_in: torch.Tensor | None = None
-    state_out: torch.Tensor | None = None
-    open_index: torch.Tensor | None = None
+    block_table: torch.Tensor = NOT_USED
+    slots: torch.Tensor = NOT_USED
+    state_in: torch.Tensor = NOT_USED
+    state_out: torch.Tensor = NOT_USED
+    open_index: torch.Tensor = NOT_USED
 
 
 @dataclass(slots=True)
