@@ -34,6 +34,12 @@ def add_rms_norm(
     return y, total
 
 
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """Centre and normalise rows of x [..., H], then scale by weight [H] and add bias [H], float32 inside; x's dtype."""
+    result: torch.Tensor = pick(Op.LAYER_NORM, x.device, x.dtype).entry.implementation(x, weight, bias, eps)
+    return result
+
+
 def silu_mul(gate_up: torch.Tensor, limit: float | None = None) -> torch.Tensor:
     """silu(gate) * up for gate_up [T, 2F], gate first: [T, F]; `limit` clamps gate from above and up on both sides."""
     result: torch.Tensor = pick(Op.SILU_MUL, gate_up.device, gate_up.dtype).entry.implementation(gate_up, limit)

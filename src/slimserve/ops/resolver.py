@@ -25,6 +25,7 @@ class Op(Enum):
     EMBEDDING = "embedding"
     RMS_NORM = "rms_norm"
     ADD_RMS_NORM = "add_rms_norm"
+    LAYER_NORM = "layer_norm"
     SILU_MUL = "silu_mul"
     GELU_TANH_MUL = "gelu_tanh_mul"
     ROPE = "rope"

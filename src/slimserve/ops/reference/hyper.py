@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from slimserve.ops.reference.order import tree_sum
+
 
 def _sum_last(x: torch.Tensor) -> torch.Tensor:
     """Sum the last dimension in index order, keeping it: elementwise adds, so a row's bits stand alone."""
@@ -34,7 +36,7 @@ def hyper_pre(
     """
     num_tokens, count = streams.shape[:2]
     flat = streams.float().reshape(num_tokens, -1)
-    inverse = torch.rsqrt((flat * flat).mean(-1, keepdim=True) + norm_eps)
+    inverse = torch.rsqrt(tree_sum(flat * flat)[:, None] / flat.shape[1] + norm_eps)
     m = mixes * inverse
     pre = torch.sigmoid((m[:, :count] * scale[0] + base[:count]).contiguous()) + eps
     post = 2.0 * torch.sigmoid((m[:, count : 2 * count] * scale[1] + base[count : 2 * count]).contiguous())

@@ -21,3 +21,11 @@ def add_rms_norm(
     """The sum is rounded to x's dtype first, then normalised: the next layer adds to exactly what was normalised."""
     total = (x.float() + residual.float()).to(x.dtype)
     return rms_norm(total, weight, eps, weight_offset=weight_offset), total
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension, in x's dtype."""
+    wide = x.float()
+    centred = wide - (tree_sum(wide) / x.shape[-1]).unsqueeze(-1)
+    variance = tree_sum(centred * centred) / x.shape[-1]
+    return (centred * torch.rsqrt(variance + eps).unsqueeze(-1) * weight + bias).to(x.dtype)

@@ -33,6 +33,7 @@ def entries() -> tuple[KernelEntry, ...]:
         Op.EMBEDDING: linear.embedding,
         Op.RMS_NORM: norms.rms_norm,
         Op.ADD_RMS_NORM: norms.add_rms_norm,
+        Op.LAYER_NORM: norms.layer_norm,
         Op.SILU_MUL: activation.silu_mul,
         Op.GELU_TANH_MUL: activation.gelu_tanh_mul,
         Op.ROPE: rotary.rope,
