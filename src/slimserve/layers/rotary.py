@@ -26,7 +26,7 @@ class RopeSettings:
 
     `factor` divides frequencies (linear), those of long wavelength (llama3), or those below the ramp (yarn).
     `attention_factor` multiplies cosine and sine (yarn; None: 0.1 ln(factor) + 1).
-    Sources: RoPE arXiv:2104.09864, position interpolation arXiv:2306.15595, YaRN arXiv:2309.00071, the Llama 3.1 report.
+    Sources: RoPE arXiv:2104.09864, interpolation arXiv:2306.15595, YaRN arXiv:2309.00071, Llama 3 arXiv:2407.21783.
     """
 
     theta: float
@@ -66,15 +66,15 @@ class RopeSettings:
         blend = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         blended = (1 - blend) * plain / self.factor + blend * plain
         return torch.where(
-            turns < self.low_freq_factor, plain / self.factor, torch.where(turns > self.high_freq_factor, plain, blended)
+            turns < self.low_freq_factor,
+            plain / self.factor,
+            torch.where(turns > self.high_freq_factor, plain, blended),
         )
 
     def _yarn(self, plain: torch.Tensor) -> torch.Tensor:
         def dimension_of(turns: float) -> float:
             return (
-                self.rotary_dim
-                * math.log(self.original_context / (turns * 2 * math.pi))
-                / (2 * math.log(self.theta))
+                self.rotary_dim * math.log(self.original_context / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
             )
 
         low, high = dimension_of(self.beta_fast), dimension_of(self.beta_slow)

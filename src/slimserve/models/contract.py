@@ -118,11 +118,30 @@ class CacheSpec:
 class ModelConfig(Protocol):
     """What every architecture's frozen config offers to the engine, the plan and the server."""
 
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    max_context: int
+    @property
+    def architecture(self) -> str:
+        """Name in models.registry."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding table."""
+        ...
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        ...
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the trunk."""
+        ...
+
+    @property
+    def max_context(self) -> int:
+        """Positions that a sequence may reach."""
+        ...
 
     def parameters(self) -> Sequence[ParameterSpec]:
         """The parameter table."""

@@ -1,0 +1,108 @@
+"""The parameters of a model as loaded: packed tensors by name, each taken exactly once by the forward's builder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from slimserve import ops
+from slimserve.errors import FormatError
+from slimserve.ops import ExpertWeights, LinearWeight, NumericsConfig
+from slimserve.quant.tensor import PackedTensor
+
+
+class Parameters:
+    """Packed tensors by parameter name, with the device and the numerics that their kernels are chosen for.
+
+    A builder takes every parameter once; `finish` names what nobody took, so no weight is silently unused.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, PackedTensor],
+        *,
+        device: torch.device,
+        numerics: NumericsConfig,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._tensors = dict(tensors)
+        self._progress = progress
+        self._total_bytes = sum(tensor.num_bytes for tensor in self._tensors.values())
+        self._taken_bytes = 0
+        self.device = device
+        self.numerics = numerics
+        self._tables: set[str] = set()
+        self.prepared: dict[str, LinearWeight | ExpertWeights] = {}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of activations."""
+        return self.numerics.activation_dtype
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def packed(self, name: str) -> PackedTensor:
+        """Take a packed tensor as it is."""
+        tensor = self._tensors.pop(name, None)
+        if tensor is None:
+            raise FormatError(f"parameter {name} is not loaded or was taken twice")
+        self._report(tensor)
+        return tensor
+
+    def _report(self, tensor: PackedTensor) -> None:
+        self._taken_bytes += tensor.num_bytes
+        if self._progress is not None:
+            self._progress(self._taken_bytes, self._total_bytes)
+
+    def tensor(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Take a small plain tensor (norm, bias, decay) on the device."""
+        return self.packed(name).dequantize(dtype).to(self.device)
+
+    def optional(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
+        """Take a small tensor where the checkpoint has it."""
+        return self.tensor(name, dtype) if name in self._tensors else None
+
+    def table(self, name: str) -> PackedTensor:
+        """A packed embedding table on the device; not taken, because a tied head reads the same tensor."""
+        if name not in self._tensors:
+            raise FormatError(f"parameter {name} is not loaded")
+        packed = self._tensors[name]
+        if name not in self._tables:
+            self._report(packed)
+        self._tables.add(name)
+        if packed.data.device != self.device:
+            packed = self._tensors[name] = replace(packed, data=packed.data.to(self.device))
+        return packed
+
+    def linear(self, *names: str) -> LinearWeight:
+        """Take `name.weight` (and `name.bias` where present) of each name, stacked by rows into one product."""
+        return self._prepare("+".join(names), [self.packed(f"{name}.weight") for name in names], names)
+
+    def head(self, name: str, tied_to: str | None) -> LinearWeight:
+        """The output head: its own matrix, or the embedding table `tied_to`."""
+        if tied_to is None:
+            return self.linear(name)
+        return self._prepare(name, [self._tensors[tied_to]], (name,))
+
+    def _prepare(self, key: str, parts: list[PackedTensor], names: Sequence[str]) -> LinearWeight:
+        biases = [self.optional(f"{name}.bias") for name in names]
+        weight = ops.prepare_linear(parts, biases, device=self.device, numerics=self.numerics)
+        self.prepared[key] = weight
+        return weight
+
+    def experts(self, name: str, gate_up: Sequence[str], down: str) -> ExpertWeights:
+        """Take expert stacks: one [E, 2F, K] or the pair gate, up of [E, F, K], and down [E, H, F]."""
+        weight = ops.prepare_experts(
+            [self.packed(part) for part in gate_up], self.packed(down), device=self.device, numerics=self.numerics
+        )
+        self.prepared[name] = weight
+        return weight
+
+    def finish(self) -> None:
+        """Raise FormatError naming parameters that were loaded and never used."""
+        unused = sorted(set(self._tensors) - self._tables)
+        if unused:
+            raise FormatError(f"{len(unused)} loaded parameters are not used by the forward: {', '.join(unused[:6])}")

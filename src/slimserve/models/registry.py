@@ -1,0 +1,107 @@
+"""The architectures of this build, found by the names that the two containers use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slimserve.errors import FormatError, RefusalError
+from slimserve.models import dense, gemma3, llama, qwen2
+from slimserve.models.contract import Model, ModelConfig
+from slimserve.models.geometry import Shapes
+from slimserve.models.parameters import Parameters
+
+ConfigReader = Callable[[Mapping[str, Any], Shapes], ModelConfig]
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """One architecture: the names it goes by, its config readers and its forward.
+
+    `hf_architectures` and `model_types` are values of config.json; `gguf_names` of general.architecture. The
+    ignored patterns (fnmatch) name tensors that a container may hold and the forward has no use for.
+    """
+
+    name: str
+    hf_architectures: tuple[str, ...]
+    model_types: tuple[str, ...]
+    gguf_names: tuple[str, ...]
+    from_hf: ConfigReader
+    from_gguf: ConfigReader
+    build: Callable[[Any, Parameters], Model]
+    ignored_hf: tuple[str, ...] = ()
+    ignored_gguf: tuple[str, ...] = ()
+
+
+_ROTARY_BUFFERS = ("*.rotary_emb.inv_freq",)
+
+ARCHITECTURES: tuple[Architecture, ...] = (
+    Architecture(
+        "qwen2",
+        ("Qwen2ForCausalLM",),
+        ("qwen2",),
+        ("qwen2",),
+        qwen2.from_hf,
+        qwen2.from_gguf,
+        dense.DenseModel,
+        ignored_hf=_ROTARY_BUFFERS,
+    ),
+    Architecture(
+        "llama",
+        ("LlamaForCausalLM", "MistralForCausalLM"),
+        ("llama", "mistral"),
+        ("llama",),
+        llama.from_hf,
+        llama.from_gguf,
+        dense.DenseModel,
+        ignored_hf=_ROTARY_BUFFERS,
+    ),
+    Architecture(
+        "gemma3",
+        ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+        ("gemma3_text", "gemma3"),
+        ("gemma3",),
+        gemma3.from_hf,
+        gemma3.from_gguf,
+        gemma3.Gemma3Model,
+        ignored_hf=(
+            *_ROTARY_BUFFERS,
+            "vision_tower.*",
+            "multi_modal_projector.*",
+            "model.vision_tower.*",
+            "model.multi_modal_projector.*",
+        ),
+    ),
+)
+
+
+def supported_names(attribute: str) -> str:
+    """The names that a container may use, for messages."""
+    return ", ".join(sorted({name for entry in ARCHITECTURES for name in getattr(entry, attribute)}))
+
+
+def find_hf(config: Mapping[str, Any]) -> Architecture:
+    """The architecture of a config.json; raises RefusalError listing the supported ones."""
+    stated = config.get("architectures")
+    names = [str(name) for name in stated] if isinstance(stated, list) else []
+    for entry in ARCHITECTURES:
+        if any(name in entry.hf_architectures for name in names):
+            return entry
+    model_type = config.get("model_type")
+    if not names:
+        for entry in ARCHITECTURES:
+            if model_type in entry.model_types:
+                return entry
+    if not names and model_type is None:
+        raise FormatError("config.json has neither architectures nor model_type; it is not a model's configuration")
+    shown = ", ".join(names) or str(model_type)
+    raise RefusalError(f"architecture {shown[:80]} is not supported; supported: {supported_names('hf_architectures')}")
+
+
+def find_gguf(name: str) -> Architecture:
+    """The architecture of a GGUF file; raises RefusalError listing the supported ones."""
+    for entry in ARCHITECTURES:
+        if name in entry.gguf_names:
+            return entry
+    raise RefusalError(f"GGUF architecture {name[:80]!r} is not supported; supported: {supported_names('gguf_names')}")
