@@ -1,0 +1,117 @@
+"""From bytes to a checked JSON object: size, encoding, nesting and characters, each refused cheaply and by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, NoReturn
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect, Request
+
+from slimserve.errors import RequestError
+from slimserve.serve import limits
+
+# Strings are skipped whole, an unclosed one to the end; possessive quantifiers need no backtracking stack. So the
+# scan is linear in the body.
+_TOKEN = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
+_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The request's body; RequestError 413 as soon as it is known to be too long."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > max_bytes:
+        _too_large(max_bytes)
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > max_bytes:
+                _too_large(max_bytes)
+            parts.append(part)
+    except ClientDisconnect as error:
+        raise RequestError("the connection closed before the body was complete", code="disconnected") from error
+    return b"".join(parts)
+
+
+def _too_large(max_bytes: int) -> NoReturn:
+    raise RequestError(f"the body is larger than {max_bytes} bytes", code="body_too_large", status=413)
+
+
+async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
+    """The request's JSON object; RequestError names the field at fault where there is one."""
+    body = await read_body(request, max_bytes)
+    if len(body) <= limits.INLINE_BODY_BYTES:
+        return parse_object(body)
+    return await run_in_threadpool(parse_object, body)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Decode a JSON object after checking its nesting; strings hold only whole Unicode characters."""
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the body is not UTF-8 (byte {error.start})", code="invalid_json") from error
+    _check_depth(text)
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except RequestError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from error
+    if not isinstance(value, dict):
+        raise RequestError("the body must be a JSON object", code="invalid_json")
+    if _SURROGATE_ESCAPE.search(body):
+        _check_characters(value)
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise RequestError(f"the body is not valid JSON: {name} is not a number", code="invalid_json")
+
+
+def _check_depth(text: str) -> None:
+    depth = 0
+    field: str | None = None
+    for match in _TOKEN.finditer(text):
+        token = match.group()
+        if token in "[{":
+            depth += 1
+            if depth > limits.MAX_JSON_DEPTH:
+                where = f"`{field}`" if field else "the body"
+                raise RequestError(
+                    f"{where} is nested deeper than {limits.MAX_JSON_DEPTH} levels", param=field, code="too_deep"
+                )
+        elif token in "]}":
+            depth -= 1
+        elif depth == 1:
+            field = token[1:-1][:64]
+
+
+def _check_characters(root: dict[str, Any]) -> None:
+    """Refuse lone surrogates, which no tokenizer and no UTF-8 reply can carry."""
+    pending: list[tuple[str, Any]] = list(root.items())
+    while pending:
+        path, value = pending.pop()
+        if isinstance(value, str):
+            _check_string(path, value)
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                _check_string(path, key)
+                pending.append((f"{path}.{key}", item))
+        elif isinstance(value, list):
+            pending.extend((f"{path}.{index}", item) for index, item in enumerate(value))
+
+
+def _check_string(path: str, value: str) -> None:
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        clean = path.encode("utf-8", "replace").decode("utf-8")
+        raise RequestError(
+            f"`{clean}` holds half a surrogate pair at character {error.start}",
+            param=clean,
+            code="invalid_unicode",
+        ) from error

@@ -1,0 +1,51 @@
+"""/tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from slimserve.errors import RequestError
+from slimserve.serve import admission
+from slimserve.serve.body import read_json
+from slimserve.serve.chat import check_template_kwargs, template_messages, template_tools
+from slimserve.serve.log import RequestRow
+from slimserve.serve.protocol import DetokenizeBody, TokenizeBody, parse_body
+from slimserve.serve.state import ServerState
+from slimserve.serve.stream import json_response
+from slimserve.serve.threads import off_loop
+
+
+async def tokenize(state: ServerState, request: Request, row: RequestRow) -> Response:
+    """Token ids of a text or of a rendered conversation."""
+    body = parse_body(TokenizeBody, await read_json(request, state.limits.max_body_bytes))
+    state.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("give either `prompt` or `messages`", param="prompt", code="invalid_value")
+    if body.messages is not None:
+        if state.text.chat_problem is not None:
+            raise RequestError(f"this model cannot chat: {state.text.chat_problem}", param="messages", code="no_chat")
+        messages = template_messages(body.messages)
+        size = sum(len(message["content"]) for message in messages)
+        kwargs = check_template_kwargs(body.chat_template_kwargs)
+        tokens = await off_loop(size, state.text.encode_chat, messages, template_tools(body.tools), kwargs)
+    else:
+        prompt = body.prompt or ""
+        add_special = body.add_special_tokens is not False
+        tokens = await off_loop(len(prompt), state.text.encode, prompt, add_special=add_special)
+    row.num_prompt_tokens = len(tokens)
+    row.end("done")
+    return json_response(
+        {"tokens": tokens, "count": len(tokens), "max_model_len": state.router.info.max_request_tokens}
+    )
+
+
+async def detokenize(state: ServerState, request: Request, row: RequestRow) -> Response:
+    """Text of token ids."""
+    body = parse_body(DetokenizeBody, await read_json(request, state.limits.max_body_bytes))
+    state.check_model(body.model)
+    admission.check_token_ids(body.tokens, state.text.vocab_size, "tokens")
+    text = await off_loop(len(body.tokens), state.text.decode, body.tokens)
+    row.num_prompt_tokens = len(body.tokens)
+    row.end("done")
+    return json_response({"prompt": text})
