@@ -7,15 +7,13 @@ there is one rounding, as in ggml. Layouts and formulas are ggml's block definit
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from slimserve.errors import FormatError
+from slimserve.quant.blocks import BlockDecoder, half_field, nibbles
+from slimserve.quant.decode_grid import GRID_DECODERS
 from slimserve.quant.formats import is_plain
 from slimserve.quant.tensor import PackedTensor
-
-BlockDecoder = Callable[[torch.Tensor], torch.Tensor]
 
 _CHUNK_ELEMENTS = 1 << 21
 """Elements decoded at a time, so that integer intermediates stay small beside the result."""
@@ -51,28 +49,6 @@ def decode_blocks(decoder: BlockDecoder, data: torch.Tensor, block_size: int, bl
         piece = blocks[start : start + step]
         out[start : start + step] = decoder(piece).reshape(piece.shape[0], block_size)
     return out
-
-
-def half_field(blocks: torch.Tensor, offset: int, count: int = 1) -> torch.Tensor:
-    """`count` little-endian fp16 values at byte `offset` of each block, as float32 [n, count]."""
-    return blocks[:, offset : offset + 2 * count].contiguous().view(torch.float16).to(torch.float32)
-
-
-def word_field(blocks: torch.Tensor, offset: int, count: int = 1) -> torch.Tensor:
-    """`count` little-endian u32 words at byte `offset`, as int64 [n, count] (never negative)."""
-    words = blocks[:, offset : offset + 4 * count].contiguous().view(torch.int32)
-    return words.to(torch.int64) & 0xFFFFFFFF
-
-
-def short_field(blocks: torch.Tensor, offset: int, count: int = 1) -> torch.Tensor:
-    """`count` little-endian u16 values at byte `offset`, as int32 [n, count] (never negative)."""
-    shorts = blocks[:, offset : offset + 2 * count].contiguous().view(torch.int16)
-    return shorts.to(torch.int32) & 0xFFFF
-
-
-def nibbles(bytes_: torch.Tensor) -> torch.Tensor:
-    """Low nibbles, then high nibbles, of the last dimension: [..., b] uint8 -> [..., 2b] uint8."""
-    return torch.cat((bytes_ & 0x0F, bytes_ >> 4), dim=-1)
 
 
 def _fifth_bits(blocks: torch.Tensor, offset: int) -> torch.Tensor:
@@ -196,4 +172,5 @@ _DECODERS: dict[str, BlockDecoder] = {
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
     "Q8_K": _q8_k,
+    **GRID_DECODERS,
 }
