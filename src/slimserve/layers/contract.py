@@ -98,10 +98,10 @@ class RecurrentStorage:
 
     state [num_slots, heads, key_dim, value_dim] f32 and conv_tail [num_slots, 3, conv_dim]: at a boundary b,
     the state after token b-1 and the convolution inputs of tokens b-3..b-1 (oldest first).
-    Rows of the open chunk, ring row = position mod ring (ring >= 64 + longest draft + 1):
-    open_conv [num_open, ring, conv_dim] convolution inputs; open_k [num_open, ring, key_heads, key_dim];
-    open_g [num_open, ring, heads(, key_dim)] f32 log decay (summed inside the chunk when read);
-    open_d [num_open, ring, heads, value_dim] f32 the written value beta * (v - S^T k).
+    Rows of the open chunk, ring row = position mod ring (ring >= 64 + longest draft + 1; the convolution's own ring
+    needs its width + longest draft): open_conv [num_open, conv_ring, conv_dim] convolution inputs; open_k
+    [num_open, ring, key_heads, key_dim]; open_g [num_open, ring, heads(, key_dim)] f32 log decay (summed inside the
+    chunk when read); open_d [num_open, ring, heads, value_dim] f32 the written value beta * (v - S^T k).
     The state moves only at boundaries, so a rejected draft is undone by forgetting its rows, a snapshot is a
     slot that is kept, and a token's arithmetic depends on its absolute position alone.
     """

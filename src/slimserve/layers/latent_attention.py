@@ -17,7 +17,6 @@ from slimserve.layers.contract import IndexerStorage, LatentStorage, StepInput
 from slimserve.layers.norm import RMSNorm
 from slimserve.ops import LinearWeight
 
-
 KEY_NORM_EPS = 1e-6
 
 

@@ -62,12 +62,9 @@ def _squeeze(tensor: PackedTensor, axis: int) -> PackedTensor:
     return replace(tensor, shape=shape, data=tensor.data.squeeze(axis))
 
 
-def _log_of_negative(tensor: PackedTensor, argument: int) -> PackedTensor:
-    """Undo -exp(a): a = log(-x); an x that is not negative has no such a."""
-    values = tensor.dequantize(torch.float32)
-    if not bool((values < 0).all()):
-        raise FormatError(f"tensor {tensor.name} must be negative everywhere (it holds -exp of the decay parameter)")
-    return plain_float32(tensor, torch.log(-values))
+def _negative_exp(tensor: PackedTensor, argument: int) -> PackedTensor:
+    """-exp(a), as GGUF stores the decay parameter A_log."""
+    return plain_float32(tensor, -torch.exp(tensor.dequantize(torch.float32)))
 
 
 RULES: dict[str, TransformRule] = {
@@ -75,6 +72,6 @@ RULES: dict[str, TransformRule] = {
     "halves_from_neighbours": TransformRule(_halves_from_neighbours, _same),
     "add_one": TransformRule(_add_one, _same),
     "squeeze": TransformRule(_squeeze, lambda shape, axis: (*shape[:axis], 1, *shape[axis:])),
-    "log_of_negative": TransformRule(_log_of_negative, _same),
+    "negative_exp": TransformRule(_negative_exp, _same),
 }
 """Transforms of one tensor. The loader does "stack_experts" (argument E: the name's {expert} runs over 0..E-1)."""

@@ -47,13 +47,12 @@ def causal_conv(
         num_new = end - begin
         open_row = int(open_index[row])
         base = start - start % CHUNK
-        kept = torch.arange(base, start, device=x.device)
+        kept = torch.arange(max(base, start - (width - 1)), start, device=x.device)
         slot = int(state_in[row])
         tail = conv_tail[slot] if slot else torch.zeros_like(conv_tail[0])
-        # positions base-(W-1) .. start+num_new-1, [W-1 + kept + new, C]
-        history = torch.cat([tail, open_conv[open_row, kept % ring], x[begin:end]]).float()
-        first = history.shape[0] - num_new - (width - 1)
-        windows = history[first:].unfold(0, width, 1)  # [new, C, W]
+        # positions start-(W-1) .. start+num_new-1, [W-1 + new, C]
+        history = torch.cat([tail[kept.numel() :], open_conv[open_row, kept % ring], x[begin:end]]).float()
+        windows = history.unfold(0, width, 1)  # [new, C, W]
         accumulated = torch.zeros(num_new, x.shape[1], device=x.device)
         for tap in range(width):
             accumulated += windows[:, :, tap] * weight[:, tap]
@@ -63,7 +62,7 @@ def causal_conv(
         for index, boundary in enumerate(range(base + CHUNK, start + num_new + 1, CHUNK)):
             target = int(state_out[row, index])
             if target:
-                stop = boundary - base + width - 1
+                stop = boundary - start + width - 1
                 conv_tail[target] = history[stop - (width - 1) : stop].to(conv_tail.dtype)
     return out
 
