@@ -1,0 +1,16 @@
+"""The door for text: every string that enters a tokenizer or a template is valid Unicode afterwards."""
+
+from __future__ import annotations
+
+import re
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def clean_text(text: str | bytes) -> str:
+    """Text in which each invalid UTF-8 sequence or lone surrogate is one U+FFFD; a surrogate pair becomes its character."""
+    if isinstance(text, bytes):
+        return text.decode("utf-8", "replace")
+    if _SURROGATE.search(text) is None:
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
