@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slimserve.errors import FormatError, RefusalError
-from slimserve.models import dense, gemma3, llama, qwen2
+from slimserve.models import dense, gemma3, llama, qwen2, qwen3_5
 from slimserve.models.contract import Model, ModelConfig
 from slimserve.models.geometry import Shapes
 from slimserve.models.parameters import Parameters
@@ -34,7 +34,8 @@ class Architecture:
     ignored_gguf: tuple[str, ...] = ()
 
 
-_ROTARY_BUFFERS = ("*.rotary_emb.inv_freq",)
+_SUPERFLUOUS_HF = ("*.rotary_emb.inv_freq", "lm_head.weight")
+"""Buffers that old checkpoints store, and a head that a tied model repeats (an untied one uses it)."""
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture(
@@ -45,7 +46,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         qwen2.from_hf,
         qwen2.from_gguf,
         dense.DenseModel,
-        ignored_hf=_ROTARY_BUFFERS,
+        ignored_hf=_SUPERFLUOUS_HF,
     ),
     Architecture(
         "llama",
@@ -55,7 +56,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         llama.from_hf,
         llama.from_gguf,
         dense.DenseModel,
-        ignored_hf=_ROTARY_BUFFERS,
+        ignored_hf=_SUPERFLUOUS_HF,
     ),
     Architecture(
         "gemma3",
@@ -66,12 +67,22 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         gemma3.from_gguf,
         gemma3.Gemma3Model,
         ignored_hf=(
-            *_ROTARY_BUFFERS,
+            *_SUPERFLUOUS_HF,
             "vision_tower.*",
             "multi_modal_projector.*",
             "model.vision_tower.*",
             "model.multi_modal_projector.*",
         ),
+    ),
+    Architecture(
+        "qwen3_5",
+        ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"),
+        ("qwen3_5", "qwen3_5_text"),
+        ("qwen35",),
+        qwen3_5.from_hf,
+        qwen3_5.from_gguf,
+        qwen3_5.Qwen35Model,
+        ignored_hf=("model.visual.*", "visual.*"),
     ),
 )
 
