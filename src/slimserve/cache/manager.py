@@ -157,7 +157,7 @@ class CacheManager:
         for group in self.groups:
             state = group.admit()
             if state is None:
-                self.release(sequence)
+                self._drop(sequence)
                 return None
             sequence.states.append(state)
         depth = hit.num_tokens // BLOCK_TOKENS
@@ -169,7 +169,7 @@ class CacheManager:
         if depth:
             path[depth - 1].pins += 1
         if not self._has_room(sequence, headroom):
-            self.release(sequence)
+            self._drop(sequence)
             return None
         for group, state in zip(self.groups, sequence.states, strict=True):
             if group.chained:
@@ -255,8 +255,11 @@ class CacheManager:
 
     def release(self, sequence: CacheSequence) -> None:
         """End a sequence; what is committed stays restorable while it is worth its memory. Idempotent."""
-        if sequence.released:
-            return
+        if not sequence.released:
+            self._drop(sequence)
+            self.num_releases += 1
+
+    def _drop(self, sequence: CacheSequence) -> None:
         path = sequence.path
         last = path[-1] if path else None
         groups = list(zip(self.groups, sequence.states, strict=False))  # states are fewer when admission failed
@@ -283,11 +286,11 @@ class CacheManager:
                 self.storage.clear(number, units, open_buffers)
             group.release(state, sequence.path)
         self._finish(sequence)
+        self.num_releases += 1
 
     def _finish(self, sequence: CacheSequence) -> None:
         sequence.released = True
         self._sequences.remove(sequence)
-        self.num_releases += 1
         if sequence.path:
             sequence.path[-1].pins -= 1
             self._index.prune(sequence.path[-1])

@@ -42,8 +42,10 @@ class CacheConfig:
 class SchedulerConfig:
     """Limits of a step and of the queue.
 
-    token_budget: tokens of one step. decode_share: part of a step's time that decode rows keep while prompts
-    prefill (bounds prefill tokens in steps that also decode). max_queue: waiting requests before a refusal.
+    token_budget: tokens of one step; decode rows always run, and prefill keeps at least 16 tokens a step.
+    mixed_prefill_budget: most prompt tokens of a step that also decodes: it bounds how much a long prompt slows
+    running replies. max_queue: waiting requests before a refusal. skip_ahead: how many waiting requests may be
+    tried past one that does not fit now; after ageing_steps such steps nothing passes it any more.
     """
 
     max_sequences: int = 32

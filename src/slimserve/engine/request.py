@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slimserve.engine.sample.counts import TokenCounts
 
 
 class FinishReason(Enum):
@@ -54,7 +58,10 @@ class Request:
     """One sequence to generate; owned by the scheduler from submit to its single end.
 
     `output_token_ids` holds committed tokens only. `num_computed` is the number of tokens of
-    prompt + output whose cache entries are committed. `deadline` is in seconds of time.monotonic().
+    prompt + output whose cache entries are committed. `deadline` is in seconds of time.monotonic(). Among waiting
+    requests the larger `priority` goes first, then the earlier arrival. The scheduler draws `seed` (64 bits) where
+    sampling names none; `counts` are kept where a penalty is set; prompt log probabilities of the first
+    `num_prompt_scored` prompt tokens have been delivered.
     """
 
     request_id: str
@@ -75,6 +82,9 @@ class Request:
     cache_cut_by: str | None = None
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
+    seed: int = 0
+    counts: TokenCounts | None = None
+    num_prompt_scored: int = 0
 
     @property
     def num_tokens(self) -> int:

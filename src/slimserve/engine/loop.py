@@ -1,0 +1,207 @@
+"""The engine in one process: requests in, one step at a time, outputs out."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from slimserve.cache.budget import CacheDemand, CachePlan, full_budget, plan_cache
+from slimserve.cache.manager import CacheManager
+from slimserve.cache.prefix import CacheIdentity
+from slimserve.cache.storage import CacheStorage
+from slimserve.engine.config import EngineConfig
+from slimserve.engine.inputs import InputBuffers
+from slimserve.engine.messages import EngineInfo, EngineStats
+from slimserve.engine.request import FinishReason, Request
+from slimserve.engine.runner import Runner
+from slimserve.engine.scheduler import Drafter, Scheduler
+from slimserve.engine.step import RequestOutput
+from slimserve.errors import RequestError, RunError
+from slimserve.models.contract import Model
+
+logger = logging.getLogger("slimserve.engine")
+
+_MOST_FAILED_STEPS = 8
+"""Steps in a row that may fail before the engine counts as broken."""
+
+_SHARE_OF_FREE_MEMORY = 0.5
+"""Part of the free memory that caches may take where no budget is given; they take less when less serves."""
+
+
+class Engine:
+    """A model, its caches and its requests. One thread calls it; `slimserve.engine.process` puts it elsewhere."""
+
+    def __init__(
+        self,
+        model: Model,
+        config: EngineConfig,
+        *,
+        end_token_ids: frozenset[int] = frozenset(),
+        identity: CacheIdentity | None = None,
+        drafter: Drafter | None = None,
+        max_draft: int = 0,
+    ) -> None:
+        """Allocate caches and buffers; raises RefusalError where the budget cannot hold one longest request.
+
+        `identity` names model and weights in the prefix index; `end_token_ids` end every reply without ignore_eos.
+        """
+        self.model = model
+        self.config = config
+        self.healthy = True
+        self._failure = ""
+        self._failed_steps = 0
+        self._num_steps = 0
+        device = torch.device(config.device)
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        specs = tuple(model.config.caches(config.cache.dtype.torch))
+        self.cache_plan = plan_engine_cache(model, config)
+        limits, demand = config.scheduler, self.cache_plan.demand
+        storage = CacheStorage(specs, self.cache_plan, device)
+        self.cache = CacheManager(
+            specs,
+            self.cache_plan,
+            identity=identity,
+            storage=storage,
+            prefix_caching=config.cache.prefix_caching,
+        )
+        self.scheduler = Scheduler(
+            limits, self.cache, end_token_ids=end_token_ids, drafter=drafter, max_draft=max_draft
+        )
+        most_tokens = limits.token_budget + limits.max_sequences * (1 + max_draft)
+        buffers = InputBuffers(specs, limits.max_sequences, most_tokens, demand.max_context, device)
+        self.runner = Runner(
+            model,
+            self.cache,
+            storage.layers,
+            buffers,
+            vocab_size=model.config.vocab_size,
+            end_token_ids=end_token_ids,
+        )
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; raises RequestError (400 can never run, 429 queue full, 503 engine broken)."""
+        if not self.healthy:
+            raise RequestError(f"the engine is down: {self._failure}", code="engine_down", status=503)
+        vocab_size = self.model.config.vocab_size
+        if (
+            request.prompt_token_ids
+            and not 0 <= min(request.prompt_token_ids) <= max(request.prompt_token_ids) < vocab_size
+        ):
+            raise RequestError(f"the prompt has token ids outside 0 .. {vocab_size - 1}", param="prompt")
+        self.scheduler.submit(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request and free all that it holds; its end comes with the next step. Unknown ids are ignored."""
+        self.scheduler.abort(request_id)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything (a broken engine steps once more, to say so)."""
+        return self.scheduler.has_work or not self.healthy
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step and return what each request gained.
+
+        A step that fails ends its requests with an error and leaves the engine running. After a fault that memory
+        or books may not have survived, all requests end, `healthy` turns false and the next call raises RunError.
+        """
+        if not self.healthy and not self.scheduler.has_work:
+            raise RunError(self._failure)
+        plan = None
+        try:
+            plan = self.scheduler.plan()
+            if not plan.rows:
+                return self.scheduler.take_ended()
+            self._num_steps += 1
+            result = self.runner.run(plan)
+        except Exception as error:
+            logger.exception("a step failed")
+            self._failed_steps += 1
+            message = f"a step failed: {type(error).__name__}: {error}"
+            if plan is None or _is_fatal(error) or self._failed_steps >= _MOST_FAILED_STEPS:
+                return self._break(message)
+            return self.scheduler.fail(plan, message)
+        try:
+            outputs = self.scheduler.commit(plan, result)
+        except Exception as error:
+            logger.exception("a step's results could not be taken in")
+            return self._break(f"a step's results could not be taken in: {type(error).__name__}: {error}")
+        self._failed_steps = 0
+        return outputs
+
+    def _break(self, message: str) -> list[RequestOutput]:
+        """End everything without touching the caches' books, which may be wrong."""
+        self.healthy = False
+        self._failure = message
+        return self.scheduler.abandon(message)
+
+    def read_stats(self) -> EngineStats:
+        """Counters and gauges at this moment."""
+        counters, usage = self.scheduler.counters, self.cache.usage()
+        return EngineStats(
+            num_waiting=self.scheduler.num_waiting,
+            num_running=self.scheduler.num_running,
+            cache_used=sum(group.num_held * group.unit_bytes for group in usage),
+            cache_total=sum(group.num_units * group.unit_bytes for group in usage),
+            prefix_query_tokens=counters.prefix_query_tokens,
+            prefix_hit_tokens=counters.prefix_hit_tokens,
+            cut_by=dict(counters.cut_by),
+            num_preemptions=counters.num_preemptions,
+            num_steps=self._num_steps,
+        )
+
+    def info(self, facts: dict[str, str] | None = None) -> EngineInfo:
+        """What a server's door must know."""
+        return EngineInfo(
+            vocab_size=self.model.config.vocab_size,
+            max_request_tokens=self.cache.max_request_tokens,
+            max_sequences=self.config.scheduler.max_sequences,
+            max_queue=self.config.scheduler.max_queue,
+            min_reusable_prefix=self.cache.min_reusable_prefix,
+            facts=facts or {},
+        )
+
+    def audit(self) -> None:
+        """Raise AssertionError unless all cache memory is owned as the books say."""
+        self.cache.audit()
+
+    def close(self) -> list[RequestOutput]:
+        """End all requests; returns their ends. Idempotent."""
+        self.scheduler.abort_all(FinishReason.ABORT)
+        return self.scheduler.take_ended()
+
+
+def plan_engine_cache(model: Model, config: EngineConfig) -> CachePlan:
+    """The cache plan of an engine: its budget, or what serves max_sequences within half of the free memory."""
+    specs = tuple(model.config.caches(config.cache.dtype.torch))
+    limits = config.scheduler
+    max_context = min(limits.max_context, model.config.max_context)
+    demand = CacheDemand(
+        max_sequences=limits.max_sequences,
+        max_context=max_context,
+        chunk_tokens=min(limits.token_budget, max_context),
+        snapshot_spacing=config.cache.snapshot_spacing,
+    )
+    budget = config.cache.budget_bytes
+    if budget is None:
+        free = free_memory(torch.device(config.device))
+        budget = min(full_budget(specs, demand), int(free * _SHARE_OF_FREE_MEMORY))
+    return plan_cache(specs, demand, budget)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can be allocated on a device now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise RunError("/proc/meminfo has no MemAvailable line; give the cache a budget in bytes")
+
+
+def _is_fatal(error: Exception) -> bool:
+    """Whether nothing on the device can be trusted after this error (running out of its memory is not one)."""
+    return isinstance(error, torch.AcceleratorError)
