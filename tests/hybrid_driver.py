@@ -1,4 +1,4 @@
-"""The step driver for models with latent, indexer and recurrent caches: every boundary state is kept in its own slot."""
+"""The step driver for hybrid models: every boundary state is kept in a slot of its own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from step_driver import Sequence_, StepDriver
+from step_driver import StepDriver, Tracked
 
 from slimserve.layers.contract import (
     BLOCK_TOKENS,
@@ -29,7 +29,7 @@ STORAGE = {
 
 
 @dataclass
-class HybridSequence(Sequence_):
+class HybridSequence(Tracked):
     """Also the sequence's open buffer and its slot at each boundary: slots[b] holds the state at 64 * b."""
 
     open_index: int = 0

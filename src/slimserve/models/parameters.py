@@ -9,7 +9,7 @@ import torch
 
 from slimserve import ops
 from slimserve.errors import FormatError
-from slimserve.ops import ExpertWeights, LinearWeight, NumericsConfig
+from slimserve.ops import Activations, ExpertWeights, LinearWeight, NumericsConfig
 from slimserve.quant.tensor import PackedTensor
 
 
@@ -80,6 +80,17 @@ class Parameters:
     def linear(self, *names: str) -> LinearWeight:
         """Take `name.weight` (and `name.bias` where present) of each name, stacked by rows into one product."""
         return self._prepare("+".join(names), [self.packed(f"{name}.weight") for name in names], names)
+
+    def linear_float32(self, name: str) -> LinearWeight:
+        """Take `name.weight` for a product in float32 whatever the numerics say: routers, hyper-connections."""
+        exact = NumericsConfig(torch.float32, Activations.FLOAT)
+        return self.prepare(name, self.packed(f"{name}.weight"), exact)
+
+    def prepare(self, key: str, part: PackedTensor, numerics: NumericsConfig | None = None) -> LinearWeight:
+        """Prepare a matrix that a builder took (and cut) itself."""
+        weight = ops.prepare_linear([part], device=self.device, numerics=numerics or self.numerics)
+        self.prepared[key] = weight
+        return weight
 
     def head(self, name: str, tied_to: str | None) -> LinearWeight:
         """The output head: its own matrix, or the embedding table `tied_to`."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slimserve.errors import FormatError, RefusalError
-from slimserve.models import dense, gemma3, llama, qwen2, qwen3_5
+from slimserve.models import dense, gemma3, glm5_config, glm5_next, llama, qwen2, qwen3_5
 from slimserve.models.contract import Model, ModelConfig
 from slimserve.models.geometry import Shapes
 from slimserve.models.parameters import Parameters
@@ -82,6 +82,16 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         qwen3_5.from_hf,
         qwen3_5.from_gguf,
         qwen3_5.Qwen35Model,
+        ignored_hf=("model.visual.*", "visual.*"),
+    ),
+    Architecture(
+        "glm5_next",
+        ("Glm5NextForConditionalGeneration", "Glm5NextForCausalLM"),
+        ("glm5_next", "glm5_next_text"),
+        ("glm5-next", "glm5next"),
+        glm5_config.from_hf,
+        glm5_config.from_gguf,
+        glm5_next.Glm5Model,
         ignored_hf=("model.visual.*", "visual.*"),
     ),
 )
