@@ -12,6 +12,7 @@ import torch
 from slimserve.errors import FormatError
 from slimserve.quant.blocks import BlockDecoder, half_field, nibbles
 from slimserve.quant.decode_grid import GRID_DECODERS
+from slimserve.quant.decode_scaled import decode_scaled
 from slimserve.quant.formats import is_plain
 from slimserve.quant.tensor import PackedTensor
 
@@ -25,6 +26,13 @@ def dequantize(packed: PackedTensor) -> torch.Tensor:
     Exact by the format's definition; NaN and infinity in scales pass through. Raises FormatError, naming the
     tensor, for a format that has no decoder.
     """
+    if packed.scales or packed.format.type_id is None:
+        return decode_scaled(packed, _decode_plain_or_blocks)
+    return _decode_plain_or_blocks(packed)
+
+
+def _decode_plain_or_blocks(packed: PackedTensor) -> torch.Tensor:
+    """Decode the data alone, without side scales."""
     fmt = packed.format
     if is_plain(fmt):
         return packed.data.to(torch.float32).reshape(packed.shape)

@@ -46,14 +46,16 @@ NVFP4 = BlockFormat("NVFP4", 40, 64, 36, "GGUF files converted from NVFP4 checkp
 Q1_0 = BlockFormat("Q1_0", 41, 128, 18, "binary models", supported=False)
 Q2_0 = BlockFormat("Q2_0", 42, 64, 18, "ternary models", supported=False)
 
-F8_E4M3 = BlockFormat(
-    "F8_E4M3", None, 1, 1, "safetensors FP8: per channel, per tensor or 128 x 128 blocks", supported=False
-)
-E2M1_G16 = BlockFormat("E2M1_G16", None, 2, 1, "safetensors NVFP4: compressed-tensors and ModelOpt", supported=False)
-INT4 = BlockFormat(
-    "INT4", None, 2, 1, "safetensors symmetric int4: GPTQ, AutoRound, compressed-tensors", supported=False
-)
+F8_E4M3 = BlockFormat("F8_E4M3", None, 1, 1, "safetensors FP8: per channel, per tensor or 128 x 128 blocks")
+E2M1_G16 = BlockFormat("E2M1_G16", None, 2, 1, "safetensors NVFP4: compressed-tensors and ModelOpt")
+INT4 = BlockFormat("INT4", None, 2, 1, "safetensors symmetric int4: GPTQ, AutoRound, compressed-tensors")
 
+# The three formats below keep their scales beside the data, as multipliers in PackedTensor.scales:
+#   F8_E4M3   data float8 [N, K]; "weight_scale" float32 [1], [N, 1] or [ceil(N/128), ceil(K/128)]
+#   E2M1_G16  data uint8 [N, K/2], low nibble = even k; "weight_scale" float8 [N, K/16]; "global_scale" float32 [1]
+#   INT4      data uint8 [N, K/2], low nibble = even k, value code - 8; "weight_scale" float16 or bfloat16 [N, K/group]
+# Stacked experts have a leading E on data and scales ("global_scale" and per-tensor scales become [E, 1]). A tensor
+# stacked from parts with different globals has "global_scale" [N, 1]. GGUF NVFP4 may carry a "global_scale" too.
 FORMATS: tuple[BlockFormat, ...] = tuple(value for value in list(globals().values()) if isinstance(value, BlockFormat))
 """Every format that SlimServe knows by name, ggml types first."""
 
