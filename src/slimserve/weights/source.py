@@ -13,6 +13,7 @@ from typing import Any
 from slimserve.errors import FormatError, UsageError
 from slimserve.quant.tensor import PackedTensor
 from slimserve.weights.gguf import GgufFile
+from slimserve.weights.quantized import gguf_tensors, safetensors_tensors
 from slimserve.weights.safetensors import SafetensorsFolder
 
 
@@ -98,14 +99,14 @@ def _open_folder(folder: Path) -> Source:
 
 def _from_gguf(path: Path) -> Source:
     opened = GgufFile.open(path)
-    shapes = {name: info.shape for name, info in opened.tensors.items()}
+    tensors = gguf_tensors(opened)
     return Source(
         opened.path,
         path.parent,
         Container.GGUF,
         opened.metadata,
-        shapes,
-        opened.packed,
+        tensors.shapes,
+        tensors.packed,
         opened.num_bytes,
         opened,
     )
@@ -113,14 +114,14 @@ def _from_gguf(path: Path) -> Source:
 
 def _from_safetensors(path: Path) -> Source:
     opened = SafetensorsFolder.open(path)
-    shapes = {name: info.shape for name, info in opened.tensors.items()}
+    tensors = safetensors_tensors(opened)
     return Source(
         path,
         opened.folder,
         Container.SAFETENSORS,
         opened.config,
-        shapes,
-        opened.packed,
+        tensors.shapes,
+        tensors.packed,
         opened.num_bytes,
         opened,
     )
