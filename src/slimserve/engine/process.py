@@ -168,7 +168,9 @@ class _ClientCore:
         """The loop has ended; told to the listener once."""
         if self._stopped.is_set():
             return
-        if not self._told_to_stop and self._failure is None:
+        if self._told_to_stop:
+            reason = "it was told to stop"
+        elif self._failure is None:
             self._failure = reason
         self._stopped.set()
         self._waiting_stats.clear()
