@@ -25,7 +25,7 @@ from slimserve.models.contract import CacheKind, CacheSpec, Model
 
 
 @dataclass
-class Sequence_:
+class Tracked:
     """One sequence: tokens so far and its pages per group."""
 
     tokens: list[int] = field(default_factory=list)
@@ -58,17 +58,17 @@ class StepDriver:
         random.Random(3).shuffle(shuffled)
         self.free = [list(shuffled) for _ in self.specs]
 
-    def new(self) -> Sequence_:
+    def new(self) -> Tracked:
         """An empty sequence."""
-        return Sequence_(pages=[[] for _ in self.specs])
+        return Tracked(pages=[[] for _ in self.specs])
 
-    def release(self, sequence: Sequence_) -> None:
+    def release(self, sequence: Tracked) -> None:
         """Give a sequence's pages back."""
         for group, pages in enumerate(sequence.pages):
             self.free[group] += [page for page in pages if page != NULL_PAGE]
         sequence.pages = [[] for _ in self.specs]
 
-    def _reserve(self, sequence: Sequence_, start: int, end: int) -> None:
+    def _reserve(self, sequence: Tracked, start: int, end: int) -> None:
         for group, spec in enumerate(self.specs):
             pages = sequence.pages[group]
             while len(pages) * BLOCK_TOKENS < end:
@@ -79,7 +79,7 @@ class StepDriver:
                         self.free[group].append(pages[block])
                         pages[block] = NULL_PAGE
 
-    def input(self, rows: Sequence[tuple[Sequence_, Sequence[int]]], *, every_logit: bool = False) -> StepInput:
+    def input(self, rows: Sequence[tuple[Tracked, Sequence[int]]], *, every_logit: bool = False) -> StepInput:
         """Build the step that appends tokens to sequences."""
         ids: list[int] = []
         positions: list[int] = []
@@ -123,7 +123,7 @@ class StepDriver:
         )
 
     @torch.inference_mode()
-    def step(self, rows: Sequence[tuple[Sequence_, Sequence[int]]], *, every_logit: bool = False) -> torch.Tensor:
+    def step(self, rows: Sequence[tuple[Tracked, Sequence[int]]], *, every_logit: bool = False) -> torch.Tensor:
         """Append tokens and return float32 logits [L, V]: the last token of each row, or every token."""
         step = self.input(rows, every_logit=every_logit)
         hidden = self.model(step, self.caches)  # [T, H]

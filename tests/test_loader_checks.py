@@ -79,7 +79,7 @@ def test_tensors_that_do_not_fit(tmp_path: Path, change: dict[str, Any], words: 
         ("gemma3", {"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
         ("gemma3", {"hidden_activation": "gelu"}, ["hidden_activation"]),
         ("gemma3", {"attention_bias": True}, ["attention_bias"]),
-        ("llama", {"quantization_config": {"quant_method": "gptq"}}, ["quantization_config"]),
+        ("llama", {"quantization_config": {"quant_method": "abacus"}}, ["abacus"]),
     ],
 )
 def test_configurations_that_are_not_supported(

@@ -1,4 +1,5 @@
-"""Tiny random transformers models of the dense architectures, and their files in both containers (tests only)."""
+"""transformers models of the dense architectures: tiny random ones with their files in both containers, and real ones
+filled with the decoded weights of a GGUF file. gguf-py reads and writes, so nothing of SlimServe is its own oracle."""
 
 from __future__ import annotations
 
@@ -240,3 +241,85 @@ def save_gguf(model: torch.nn.Module, case: str, path: Path, *, quantize: str | 
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _halves(array: np.ndarray, heads: int) -> np.ndarray:
+    """The inverse of `_neighbours`."""
+    shape = array.shape
+    return array.reshape(heads, shape[0] // heads // 2, 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+
+
+def _config_of(reader: gguf.GGUFReader, family: str) -> Any:
+    def key(name: str, default: Any = None) -> Any:
+        entry = reader.get_field(f"{family}.{name}")
+        return default if entry is None else entry.contents()
+
+    names = {tensor.name: tensor for tensor in reader.tensors}
+    settings = {
+        "vocab_size": int(names["token_embd.weight"].shape[1]),
+        "hidden_size": key("embedding_length"),
+        "intermediate_size": key("feed_forward_length"),
+        "num_hidden_layers": key("block_count"),
+        "num_attention_heads": key("attention.head_count"),
+        "num_key_value_heads": key("attention.head_count_kv"),
+        "max_position_embeddings": key("context_length"),
+        "rms_norm_eps": key("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": "output.weight" not in names,
+        "attn_implementation": "eager",
+    }
+    if family == "gemma3":
+        settings |= {
+            "head_dim": key("attention.key_length"),
+            "query_pre_attn_scalar": key("attention.key_length"),
+            "sliding_window": key("attention.sliding_window"),
+        }
+    else:
+        settings["rope_parameters"] = {"rope_type": "default", "rope_theta": key("rope.freq_base")}
+    return _CLASSES[family][0](**settings)
+
+
+def from_gguf_file(path: Path) -> torch.nn.Module:
+    """A float32 transformers model with the weights of a GGUF file, decoded by gguf-py."""
+    reader = gguf.GGUFReader(path)
+    family = reader.get_field("general.architecture").contents()
+    config = _config_of(reader, family)
+    with torch.device("meta"):
+        model = _CLASSES[family][1](config)
+    stored = {tensor.name: tensor for tensor in reader.tensors}
+    state: dict[str, torch.Tensor] = {}
+    for name in model.state_dict():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        tensor = stored.pop(_gguf_name(name, family))
+        array = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        if family == "llama" and ".q_proj." in name:
+            array = _halves(array, config.num_attention_heads)
+        if family == "llama" and ".k_proj." in name:
+            array = _halves(array, config.num_key_value_heads)
+        if family == "gemma3" and "norm" in name:
+            array = array - np.float32(1.0)
+        state[name] = torch.from_numpy(np.ascontiguousarray(array))
+    assert not stored, f"the oracle left tensors of the file unused: {sorted(stored)}"
+    return _materialize(model, config, family, state)
+
+
+def _materialize(model: torch.nn.Module, config: Any, family: str, state: dict[str, torch.Tensor]) -> torch.nn.Module:
+    """Put the weights in, and rebuild what transformers computes at construction (rotary frequencies, embed scale)."""
+    if config.tie_word_embeddings:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    model.load_state_dict(state, assign=True)
+    small = _CLASSES[family][1](_shrunk(config))
+    for (name, buffer), (_, real) in zip(model.named_buffers(), small.named_buffers(), strict=True):
+        assert buffer.shape == real.shape, name
+        owner, attribute = name.rsplit(".", 1)
+        value = real
+        if attribute == "embed_scale":
+            value = torch.tensor(config.hidden_size**0.5)
+        model.get_submodule(owner).register_buffer(attribute, value, persistent=False)
+    return model.float().eval()
+
+
+def _shrunk(config: Any) -> Any:
+    """The same configuration with few weights, whose buffers equal the large one's."""
+    values = config.to_dict() | {"vocab_size": 8, "intermediate_size": 8, "attn_implementation": "eager"}
+    return type(config)(**values)

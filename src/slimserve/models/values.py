@@ -40,6 +40,7 @@ HARMLESS_HF_KEYS = (
     "pad_token_id",
     "pretraining_tp",
     "problem_type",
+    "quantization_config",
     "return_dict",
     "tokenizer_class",
     "torch_dtype",
@@ -48,7 +49,7 @@ HARMLESS_HF_KEYS = (
     "unsloth_*",
     "use_cache",
 )
-"""Keys of a config.json that say nothing about the arithmetic of the forward."""
+"""Keys of a config.json that say nothing about the forward (how weights are stored is read by quant.schemes)."""
 
 _MISSING: Any = object()
 

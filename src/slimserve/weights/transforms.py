@@ -43,13 +43,17 @@ def _halves_from_neighbours(tensor: PackedTensor, heads: int) -> PackedTensor:
     rows = tensor.shape[0]
     if rows % (2 * heads):
         raise FormatError(f"tensor {tensor.name}: {rows} rows are not {heads} heads of an even size")
-    if tensor.scales:
-        raise FormatError(
-            f"tensor {tensor.name}: rows of {tensor.format.name} with separate scales cannot be reordered"
-        )
-    rest = tensor.data.shape[1:]
-    pairs = tensor.data.view(heads, rows // (2 * heads), 2, *rest)
-    return replace(tensor, data=pairs.transpose(1, 2).reshape(rows, *rest))
+
+    def reorder(values: torch.Tensor) -> torch.Tensor:
+        rest = values.shape[1:]
+        return values.reshape(heads, rows // (2 * heads), 2, *rest).transpose(1, 2).reshape(rows, *rest)
+
+    scales = {}
+    for name, scale in tensor.scales.items():
+        if scale.numel() > 1 and scale.shape[0] != rows:
+            raise FormatError(f"tensor {tensor.name}: rows with block scales cannot be reordered")
+        scales[name] = scale if scale.numel() == 1 else reorder(scale)
+    return replace(tensor, data=reorder(tensor.data), scales=scales)
 
 
 def _add_one(tensor: PackedTensor, argument: int) -> PackedTensor:
