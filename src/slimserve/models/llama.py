@@ -16,6 +16,8 @@ from slimserve.models.rope_config import rope_from_hf, usable_context
 from slimserve.models.values import HARMLESS_HF_KEYS, MAX_CONTEXT, ConfigValues
 
 DEFAULT_THETA = 10_000.0
+MISTRAL_WINDOW = 4096
+"""Mistral's window where config.json does not mention one; null there means full attention."""
 
 
 def from_hf(config: Mapping[str, Any], shapes: Shapes) -> DenseConfig:
@@ -33,7 +35,7 @@ def from_hf(config: Mapping[str, Any], shapes: Shapes) -> DenseConfig:
     rope = rope_from_hf(section, theta=theta, head_dim=head_dim, max_context=stated)
     values.require("hidden_act", "silu", "swish")
     values.require("rope_interleaved", False)
-    window = values.optional_integer("sliding_window") if mistral else None
+    window = _window_of(values, config) if mistral else None
     attention_bias = False if mistral else values.boolean("attention_bias", False)
     result = DenseConfig(
         architecture="llama",
@@ -55,6 +57,11 @@ def from_hf(config: Mapping[str, Any], shapes: Shapes) -> DenseConfig:
     )
     values.finish(HARMLESS_HF_KEYS)
     return result
+
+
+def _window_of(values: ConfigValues, config: Mapping[str, Any]) -> int | None:
+    stated = values.optional_integer("sliding_window")
+    return stated if "sliding_window" in config else MISTRAL_WINDOW
 
 
 def from_gguf(metadata: Mapping[str, Any], shapes: Shapes) -> DenseConfig:
