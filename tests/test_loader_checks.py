@@ -195,6 +195,7 @@ def test_progress_and_memory_report(tmp_path: Path) -> None:
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert sum(entry.num_tensors for entry in loaded.memory) == len(loaded.config.parameters())
     assert loaded.source.num_bytes == total
+    assert loaded.resident_bytes >= total * 0.99
 
 
 def test_fingerprint_follows_weights_and_configuration(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ class Parameters:
         self._progress = progress
         self._total_bytes = sum(tensor.num_bytes for tensor in self._tensors.values())
         self._taken_bytes = 0
+        self._kept_bytes = 0
         self.device = device
         self.numerics = numerics
         self._tables: set[str] = set()
@@ -40,6 +41,11 @@ class Parameters:
     def dtype(self) -> torch.dtype:
         """The dtype of activations."""
         return self.numerics.activation_dtype
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that the built model holds: prepared weights, embedding tables beside a tied head's form, norms."""
+        return self._kept_bytes + sum(weight.num_bytes for weight in self.prepared.values())
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -59,7 +65,9 @@ class Parameters:
 
     def tensor(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Take a small plain tensor (norm, bias, decay) on the device."""
-        return self.packed(name).dequantize(dtype).to(self.device)
+        value = self.packed(name).dequantize(dtype).to(self.device)
+        self._kept_bytes += value.numel() * value.element_size()
+        return value
 
     def optional(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
         """Take a small tensor where the checkpoint has it."""
@@ -73,8 +81,9 @@ class Parameters:
         if name not in self._tables:
             self._report(packed)
         self._tables.add(name)
-        if packed.data.device != self.device:
-            packed = self._tensors[name] = replace(packed, data=packed.data.to(self.device))
+            scales = {key: scale.to(self.device) for key, scale in packed.scales.items()}
+            packed = self._tensors[name] = replace(packed, data=packed.data.to(self.device), scales=scales)
+            self._kept_bytes += packed.num_bytes
         return packed
 
     def linear(self, *names: str) -> LinearWeight:

@@ -49,6 +49,7 @@ class LoadedModel:
 
     `source` holds path, container, metadata (GGUF keys or config.json) for tokenizer and templates.
     `fingerprint` names these weights in cache keys. `kernels` maps each prepared weight to its kernel's name.
+    `memory` counts bytes as stored, `resident_bytes` what kernels hold (mapped weights included) after relayout.
     """
 
     model: Model
@@ -59,6 +60,7 @@ class LoadedModel:
     device: torch.device
     fingerprint: str
     memory: tuple[FamilyBytes, ...]
+    resident_bytes: int
     kernels: Mapping[str, str]
     ignored: tuple[str, ...]
 
@@ -113,6 +115,7 @@ def load_model(
         device=target,
         fingerprint=fingerprint(source),
         memory=memory,
+        resident_bytes=parameters.resident_bytes,
         kernels={name: weight.kernel for name, weight in parameters.prepared.items()},
         ignored=tuple(assignment.ignored),
     )
