@@ -37,12 +37,12 @@ class PrefixHit:
     branch: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class GroupState:
     """What one group holds for one sequence; each group class extends it."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class HostGroupInput:
     """The host side of layers.contract.GroupInput for the rows of a step, filled in place by the groups.
 

@@ -20,7 +20,7 @@ def blocks_of(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_TOKENS)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class PagedState(GroupState):
     """Pages of one sequence, block by block; `table` mirrors `pages` for the device.
 

@@ -14,7 +14,7 @@ from slimserve.layers.contract import BLOCK_TOKENS
 from slimserve.models.contract import CacheSpec
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class CacheSequence:
     """One running sequence: what it holds in every group, and how far it has come.
 
@@ -276,10 +276,7 @@ class CacheManager:
         if sequence.released:
             return
         if len(sequence.path) > sequence.num_restored and not sequence.path[-1].dead:
-            for node in self._index.subtree(sequence.path[sequence.num_restored]):
-                for group in self.groups:
-                    group.forget(node)
-                self._index.cut(node)
+            self._cut(sequence.path[sequence.num_restored])
         for number, (group, state) in enumerate(zip(self.groups, sequence.states, strict=True)):
             units, open_buffers = group.private_units(state)
             if self.storage is not None:
@@ -305,10 +302,15 @@ class CacheManager:
     def clear_index(self) -> None:
         """Forget every stored prefix; running sequences keep what they hold."""
         for root in [node for node in self._index if node.parent is None]:
-            for node in self._index.subtree(root):
-                for group in self.groups:
-                    group.forget(node)
-                self._index.cut(node)
+            self._cut(root)
+
+    def _cut(self, first: Node) -> None:
+        """Forget a block and all that continues it."""
+        for node in self._index.subtree(first):
+            for group in self.groups:
+                group.forget(node)
+            self._index.cut(node)
+        self._index.prune(first.parent)
 
     def usage(self) -> list[GroupUsage]:
         """How every group's units are used."""

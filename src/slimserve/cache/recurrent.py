@@ -26,7 +26,7 @@ def boundary_of(length: int) -> int:
     return length // BLOCK_TOKENS * BLOCK_TOKENS
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RecurrentState(GroupState):
     """`slot` holds the state at `boundary` (NULL_PAGE at 0); `pending` are slots that the step writes."""
 

@@ -36,7 +36,7 @@ class Drafter(Protocol):
         ...
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Job:
     """A request and what the scheduler knows about it. `serial` counts arrivals."""
 
@@ -398,7 +398,7 @@ class Scheduler:
         if request.counts is not None:
             for token in token_ids:
                 request.counts.append(token)
-        if request.num_computed >= request.num_tokens:  # max_tokens 0: the prompt was all there was to do
+        if not request.max_tokens and request.num_computed == request.num_tokens:  # only the prompt was wanted
             reason = FinishReason.LENGTH
         self.counters.prompt_tokens += max(0, min(known, len(request.prompt_token_ids) - row.start_position))
         self.counters.output_tokens += kept
