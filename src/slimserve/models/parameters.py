@@ -80,7 +80,7 @@ class Parameters:
         packed = self._tensors[name]
         if name not in self._tables:
             self._report(packed)
-        self._tables.add(name)
+            self._tables.add(name)
             scales = {key: scale.to(self.device) for key, scale in packed.scales.items()}
             packed = self._tensors[name] = replace(packed, data=packed.data.to(self.device), scales=scales)
             self._kept_bytes += packed.num_bytes
