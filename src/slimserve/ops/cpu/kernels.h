@@ -1,0 +1,73 @@
+// The table of inner kernels per format, filled by kernels_*.cpp and used by the drivers.
+#pragma once
+#include "tile.h"
+
+namespace slim {
+
+#if defined(SLIM_AVX512)
+constexpr int DIRECT_ROWS = 8;  // rows multiplied straight from packed codes
+constexpr int TILE_ROWS = 8;    // rows of a tile over a decoded panel
+#else
+constexpr int DIRECT_ROWS = 4;
+constexpr int TILE_ROWS = 4;
+#endif
+
+// out [T][16]: one panel times one tile. `scales` follows the codes as the layout says.
+using TileFn = void (*)(const uint8_t* codes, const uint8_t* scales, const Part& part, int64_t groups,
+                        const ActTile& tile, float* out);
+using DecodeFn = void (*)(const uint8_t* codes, const uint8_t* scales, const Part& part, int64_t groups,
+                          uint8_t* out_codes, float* out_scales);
+
+// A format with `bits` 0 has no relayout: its rows stay as in the file and only `decode` reads them (kernels_raw.cpp);
+// there `part.panel_bytes` is the bytes of 16 rows and `scales` is null.
+struct FormatKernels {
+  int bits, offset, group, unit, scale_bytes;
+  bool min, full;
+  TileFn direct[DIRECT_ROWS + 1];
+  DecodeFn decode;
+};
+
+// Kernels over decoded panels (codes P8, float32 scales).
+struct DecodedKernels {
+  TileFn integer[TILE_ROWS + 1];
+  TileFn real[TILE_ROWS + 1];  // float activations
+};
+
+const FormatKernels* packed_kernels(int format);  // null: a plain format or an unknown one
+const DecodedKernels& decoded_kernels(int group, bool min, bool full);
+TileFn plain_kernel(int format, int rows);        // F32, F16, BF16, F8, F8_BLOCK: null otherwise
+
+template <class Y, int T>
+void run_direct(const uint8_t* codes, const uint8_t* scales, const Part&, int64_t groups, const ActTile& tile,
+                float* out) {
+  for (int h = 0; h < HALVES; ++h) {
+    F acc[T];
+    tile_int<Y, T>(codes, scales, h, groups, tile, acc);
+    for (int t = 0; t < T; ++t) f_store(out + t * ROWS + L * h, acc[t]);
+  }
+}
+
+template <class Y>
+void run_decode(const uint8_t* codes, const uint8_t* scales, const Part&, int64_t groups, uint8_t* out_codes,
+                float* out_scales) {
+  decode_panel<Y>(codes, scales, groups, out_codes, out_scales);
+}
+
+template <class Y, int... T>
+FormatKernels make_kernels(std::integer_sequence<int, T...>) {
+  using S = typename Y::Scale;
+  return {Y::BITS, Y::OFFSET, S::GROUP, S::UNIT, S::BYTES, S::MIN, Y::FULL,
+          {nullptr, run_direct<Y, T + 1>...}, run_decode<Y>};
+}
+template <class Y>
+const FormatKernels* kernels_of() {
+  static const FormatKernels k = make_kernels<Y>(std::make_integer_sequence<int, DIRECT_ROWS>{});
+  return &k;
+}
+
+const FormatKernels* kernels_blocks(int format);  // kernels_blocks.cpp
+const FormatKernels* kernels_k(int format);       // kernels_k.cpp
+const FormatKernels* kernels_tables(int format);  // kernels_tables.cpp
+const FormatKernels* kernels_raw(int format);     // kernels_raw.cpp
+
+}  // namespace slim

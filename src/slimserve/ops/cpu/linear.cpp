@@ -1,0 +1,54 @@
+// slim_linear: several packed parts times the same activation rows, activations prepared once.
+#include "multiply.h"
+#include "pool.h"
+
+namespace slim {
+namespace {
+
+enum Scratch { ACTIVATIONS = 2 };
+constexpr int64_t ALONE_ELEMENTS = 1 << 15;  // fewer activations are prepared by the calling thread
+
+}  // namespace
+
+void linear(const Part* parts, int num_parts, const void* x, int x_type, int64_t rows, const Output& out,
+            bool float_activations) {
+  if (rows <= 0) return;
+  Needs needs;
+  for (int i = 0; i < num_parts; ++i) needs.add(parts[i].format, float_activations);
+  const int64_t columns = parts[0].columns;
+  Activations activations(needs, columns, rows, tile_width(rows));
+  activations.place((uint8_t*)scratch(ACTIVATIONS, activations.bytes()));
+  const int64_t row_bytes = columns * type_bytes(x_type);
+  const auto write_tile = [&](int64_t tile) {
+    const int64_t first = tile * tile_width(rows);
+    for (int64_t r = first; r < first + activations.tile_rows(tile); ++r)
+      activations.write(r, (const uint8_t*)x + r * row_bytes, x_type);
+  };
+  if (rows * columns <= ALONE_ELEMENTS) {
+    for (int64_t tile = 0; tile < activations.tiles(); ++tile) write_tile(tile);
+  } else {
+    parallel(activations.tiles(), write_tile);
+  }
+  int64_t total = 0;
+  for (int i = 0; i < num_parts; ++i) total += num_panels(parts[i]);
+  constexpr int MAX_PARTS = 16;
+  int64_t start[MAX_PARTS + 1] = {0}, per_task[MAX_PARTS];
+  for (int i = 0; i < num_parts; ++i) {
+    per_task[i] = panels_per_task(parts[i], total, rows);
+    start[i + 1] = start[i] + (num_panels(parts[i]) + per_task[i] - 1) / per_task[i];
+  }
+  parallel(start[num_parts], [&](int64_t task) {
+    int i = 0;
+    while (task >= start[i + 1]) ++i;
+    const int64_t first = (task - start[i]) * per_task[i], panels = num_panels(parts[i]);
+    const int64_t last = first + per_task[i] < panels ? first + per_task[i] : panels;
+    multiply_panels(parts[i], activations, first, last, float_activations, out);
+  });
+}
+
+}  // namespace slim
+
+extern "C" void slim_linear(const slim::Part* parts, int num_parts, const void* x, int x_type, int64_t rows, void* y,
+                            int y_type, int64_t y_stride, int float_activations) {
+  slim::linear(parts, num_parts, x, x_type, rows, {y, y_type, y_stride}, float_activations != 0);
+}
