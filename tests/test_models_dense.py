@@ -110,3 +110,14 @@ def test_rows_stand_alone(tmp_path: Path) -> None:
     together = driver.step([(driver.new(), tokens) for tokens in prompts])
     for index, logits in enumerate(alone):
         assert torch.equal(together[index], logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_files_stay_as_they_are(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = tiny_models.build("qwen2-tied").to(dtype)
+    loaded = load(tiny_models.save_folder(model, tmp_path))
+    tokens = prompt(4, model.config.vocab_size)
+    assert (one_shot(loaded, tokens) - oracle_logits(model.float(), tokens)).abs().max() < TOLERANCE
+    stored = {entry.role.value: entry.format for entry in loaded.memory}
+    assert stored["linear"] == stored["embedding"] == {torch.bfloat16: "BF16", torch.float16: "F16"}[dtype]
+    assert stored["norm"] == "F32"
