@@ -242,7 +242,7 @@ class Glm5Config:
 
 
 _IGNORED_HF_KEYS = (*HARMLESS_HF_KEYS, "qk_head_dim", "pad_token_id", "n_group", "head_dim", "rope_parameters",
-                    "rope_theta", "first_k_dense_replace", "rope_interleave", "index_kpool_compress")  # fmt: skip
+                    "rope_theta", "first_k_dense_replace", "rope_interleave", "index_kpool_compress", "router_aux_loss_coef", "output_router_logits")  # fmt: skip
 
 
 def from_hf(config: Mapping[str, Any], shapes: Shapes) -> Glm5Config:
