@@ -241,8 +241,20 @@ class Glm5Config:
         )
 
 
-_IGNORED_HF_KEYS = (*HARMLESS_HF_KEYS, "qk_head_dim", "pad_token_id", "n_group", "head_dim", "rope_parameters",
-                    "rope_theta", "first_k_dense_replace", "rope_interleave", "index_kpool_compress", "router_aux_loss_coef", "output_router_logits")  # fmt: skip
+_IGNORED_HF_KEYS = (
+    *HARMLESS_HF_KEYS,
+    "first_k_dense_replace",
+    "head_dim",
+    "index_kpool_compress",
+    "n_group",
+    "output_router_logits",
+    "qk_head_dim",
+    "rope_interleave",
+    "rope_parameters",
+    "rope_theta",
+    "router_aux_loss_coef",
+)
+"""Read elsewhere, training only, or about rotary positions, which these models do not have."""
 
 
 def from_hf(config: Mapping[str, Any], shapes: Shapes) -> Glm5Config:
