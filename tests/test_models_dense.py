@@ -114,10 +114,11 @@ def test_rows_stand_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_files_stay_as_they_are(dtype: torch.dtype, tmp_path: Path) -> None:
-    model = tiny_models.build("qwen2-tied").to(dtype)
-    loaded = load(tiny_models.save_folder(model, tmp_path))
-    tokens = prompt(4, model.config.vocab_size)
-    assert (one_shot(loaded, tokens) - oracle_logits(model.float(), tokens)).abs().max() < TOLERANCE
+    loaded = load(tiny_models.save_folder(tiny_models.build("qwen2-tied").to(dtype), tmp_path))
+    oracle = tiny_models.build("qwen2-tied")
+    oracle.load_state_dict({name: value.to(dtype).float() for name, value in oracle.state_dict().items()})
+    tokens = prompt(4, oracle.config.vocab_size)
+    assert (one_shot(loaded, tokens) - oracle_logits(oracle, tokens)).abs().max() < TOLERANCE
     stored = {entry.role.value: entry.format for entry in loaded.memory}
     assert stored["linear"] == stored["embedding"] == {torch.bfloat16: "BF16", torch.float16: "F16"}[dtype]
     assert stored["norm"] == "F32"
