@@ -106,6 +106,8 @@ def load_model(
     del tensors
     model = architecture.build(config, parameters)
     parameters.finish()
+    weights_name = fingerprint(source)
+    source.forget_pages()
     return LoadedModel(
         model=model,
         config=config,
@@ -113,7 +115,7 @@ def load_model(
         source=source,
         numerics=chosen,
         device=target,
-        fingerprint=fingerprint(source),
+        fingerprint=weights_name,
         memory=memory,
         resident_bytes=parameters.resident_bytes,
         kernels={name: weight.kernel for name, weight in parameters.prepared.items()},
