@@ -49,6 +49,8 @@ class Tokenizer(ABC):
         self._strip_rules = strip_rules
         # An end token counts as control even where the table calls it user-defined: text must never end a reply.
         self.control_ids = frozenset(vocabulary.of_kind(TokenKind.CONTROL, TokenKind.UNKNOWN)) | frozenset(end_ids)
+        # Vocabularies without byte tokens write <unk> for characters they lack; no other control token comes from text.
+        self._never_from_text = self.control_ids - {special.unknown}
         self.user_defined_ids = frozenset(vocabulary.of_kind(TokenKind.USER_DEFINED)) - self.control_ids
         self._bytes: list[bytes | None] = [None] * self.vocab_size
 
@@ -103,10 +105,23 @@ class Tokenizer(ABC):
                 ids.append(piece)
                 boundary = self.prefix_after_special
             else:
-                ids.extend(self._encode_fragment(piece, boundary=boundary, start=start))
+                found = self._encode_fragment(piece, boundary=boundary, start=start)
+                ids.extend(found if self._never_from_text.isdisjoint(found) else self._spell_out(found))
                 boundary = False
             start = False
         return ids
+
+    def _spell_out(self, ids: list[int]) -> list[int]:
+        """`ids` with control tokens written character by character: a file may list one as an ordinary merge, too."""
+        spelled: list[int] = []
+        for token_id in ids:
+            if token_id not in self._never_from_text:
+                spelled.append(token_id)
+                continue
+            for character in self.token_text(token_id):
+                found = self._encode_fragment(character, boundary=False, start=False)
+                spelled.extend(index for index in found if index not in self._never_from_text)
+        return spelled
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes that the token stands for; special tokens give their name, padding ids past the table nothing."""
@@ -176,13 +191,15 @@ class Tokenizer(ABC):
 
     def _matcher(self, ids: frozenset[int]) -> TokenMatcher:
         texts = self.vocabulary.texts
-        return TokenMatcher({texts[index]: index for index in sorted(ids, reverse=True) if texts[index]}, self._strip_rules)
+        table = {texts[index]: index for index in sorted(ids, reverse=True) if texts[index]}
+        return TokenMatcher(table, self._strip_rules)
 
     def describe(self) -> list[str]:
         """Lines for start-up: kind and size, BOS rule, end tokens, notes."""
         names = ", ".join(f"{self.vocabulary.texts[index]} ({index})" for index in self.end_ids) or "none"
         bos = self.special.bos
-        start = f"prompts start with {self.vocabulary.texts[bos]} ({bos})" if self.add_bos and bos is not None else "no BOS"
+        starts = self.add_bos and bos is not None
+        start = f"prompts start with {self.vocabulary.texts[bos]} ({bos})" if starts else "no BOS"
         return [f"tokenizer: {self.kind}, {self.vocab_size:,} tokens, {start}", f"end tokens: {names}", *self.notes]
 
 

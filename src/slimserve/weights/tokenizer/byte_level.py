@@ -58,8 +58,10 @@ class ByteLevelTokenizer(Tokenizer):
         notes: tuple[str, ...] = (),
     ) -> None:
         super().__init__(vocabulary, special, add_bos=add_bos, end_ids=end_ids, kind=kind, notes=notes)
-        # Only ordinary tokens can come out of merging: with `ignore_merges` a whole word could otherwise be a control token.
-        ordinary = {text: index for text, index in vocabulary.ids.items() if index not in self.control_ids}
+        # With `ignore_merges` a whole word that is a token is taken: leave out control tokens, unless they are merged.
+        merged = {left + right for left, right in merges} if rule.ignore_merges else set()
+        hidden = {vocabulary.texts[index] for index in self.control_ids} - merged if rule.ignore_merges else set()
+        ordinary = {text: index for text, index in vocabulary.ids.items() if text not in hidden}
         model = models.BPE(vocab=ordinary, merges=merges, ignore_merges=rule.ignore_merges)
         self._merger = RustTokenizer(model)
         splits: list[pre_tokenizers.PreTokenizer] = [

@@ -170,6 +170,7 @@ class JsonTokenizer(Tokenizer):
             notes=() if ends else (f"{folder.name}: no file names an end token; replies end by length only",),
         )
         self._layout = layout
+        rust = _with_control_tokens(rust, self.control_ids)
         # Control tokens in a fragment are text: the base class has taken out those that count.
         rust.encode_special_tokens = True
         self._rust = rust
@@ -189,6 +190,17 @@ class JsonTokenizer(Tokenizer):
         if self._layout.byte_level:
             return byte_level_bytes(text)
         return text.replace(_SPACE, " ").encode("utf-8", "surrogateescape")
+
+
+def _with_control_tokens(rust: RustTokenizer, control_ids: frozenset[int]) -> RustTokenizer:
+    """The tokenizer, with those added tokens declared special that only other files call so."""
+    added = rust.get_added_tokens_decoder()
+    if all(token.special for token_id, token in added.items() if token_id in control_ids):
+        return rust
+    document = json.loads(rust.to_str())
+    for entry in document["added_tokens"]:
+        entry["special"] = entry["special"] or entry["id"] in control_ids
+    return RustTokenizer.from_str(json.dumps(document))
 
 
 def _without_prefix(rust: RustTokenizer) -> RustTokenizer:

@@ -8,6 +8,7 @@ can cross such a place: this is exact, makes pieces about a word long, and lets 
 from __future__ import annotations
 
 import heapq
+import itertools
 import threading
 from collections.abc import Sequence
 
@@ -117,7 +118,7 @@ class SentencePieceTokenizer(Tokenizer):
         places[places == len(self._pairs)] = 0
         cuts = np.flatnonzero(self._pairs[places] != neighbours) if len(self._pairs) else np.arange(len(neighbours))
         edges = [0, *(cuts + 1).tolist(), len(text)]
-        return [text[left:right] for left, right in zip(edges, edges[1:], strict=False)]
+        return [text[left:right] for left, right in itertools.pairwise(edges)]
 
     def _remember(self, piece: str, ids: list[int]) -> None:
         with self._lock:

@@ -8,7 +8,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def clean_text(text: str | bytes) -> str:
-    """Text in which each invalid UTF-8 sequence or lone surrogate is one U+FFFD; a surrogate pair becomes its character."""
+    """Valid text: an invalid UTF-8 sequence or lone surrogate becomes one U+FFFD, a surrogate pair its character."""
     if isinstance(text, bytes):
         return text.decode("utf-8", "replace")
     if _SURROGATE.search(text) is None:
