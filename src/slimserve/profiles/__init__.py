@@ -1,0 +1,1 @@
+"""Profiles: records, registry, resolution, evidence."""

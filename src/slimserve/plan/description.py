@@ -1,0 +1,312 @@
+"""What the plan knows of a model before it is loaded: every parameter's bytes, its caches, its widths.
+
+Built from file headers, from a config and a map of formats (before any download), or from recorded sizes of an
+architecture that this build does not hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slimserve.errors import FormatError, UsageError
+from slimserve.layers.contract import BLOCK_TOKENS
+from slimserve.models.contract import BufferSpec, CacheKind, CacheSpec, ModelConfig, ParameterSpec, Role
+from slimserve.models.registry import find_hf
+from slimserve.quant.formats import find_format
+from slimserve.weights.loader import read_config
+from slimserve.weights.source import Container, Source, open_source
+
+DRAFTER = "drafter"
+VISION = "vision"
+
+CacheTable = Callable[[torch.dtype], Sequence[CacheSpec]]
+
+
+@dataclass(frozen=True, slots=True)
+class FormatRule:
+    """Parameters whose name fits `match` (fnmatch, the own names of the table) are stored as `format`.
+
+    `layers` narrows the rule ("0-2,5"). `scales` says how a side-scale format keeps its scales.
+    """
+
+    match: str
+    format: str
+    layers: str = ""
+    scales: str = ""
+
+    def applies(self, spec: ParameterSpec) -> bool:
+        """Whether the rule speaks of this parameter."""
+        if self.layers and (spec.layer is None or spec.layer not in parse_layers(self.layers)):
+            return False
+        return fnmatchcase(spec.name, self.match)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedWeights:
+    """Bytes of a family of weights in one format; `source` says whether they were recorded, derived from counts of
+    parameters, or only bounded by the machine that held them."""
+
+    family: str
+    format: str
+    num_bytes: int
+    source: str = "recorded"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheTerm:
+    """A recorded cache group: bytes per token or per sequence over all layers, at bf16."""
+
+    name: str
+    kind: str
+    bytes_per_token: int = 0
+    bytes_per_sequence: int = 0
+    window: int | None = None
+    scales_with_dtype: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One parameter's bytes in memory. `experts`: how many experts a stacked parameter holds (0 = no expert)."""
+
+    name: str
+    family: str
+    format: str
+    num_bytes: int
+    rows: int = 0
+    layer: int | None = None
+    experts: int = 0
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A model as the plan sees it.
+
+    `per_token_width`: elements that a token's activations hold at the widest point of a layer, estimated from the
+    parameter table. `experts_per_token` of `num_experts` are routed to.
+    """
+
+    name: str
+    architecture: str
+    source: str
+    weights: tuple[Weight, ...]
+    caches: CacheTable
+    drafter_caches: CacheTable
+    max_context: int
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    per_token_width: int
+    num_kv_heads: int = 1
+    num_experts: int = 0
+    experts_per_token: int = 0
+    runnable: bool = True
+    config: Any = None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(weight.num_bytes for weight in self.weights)
+
+
+def parse_layers(text: str) -> frozenset[int]:
+    """Layer numbers of "0-2,5"; UsageError for anything else."""
+    layers: set[int] = set()
+    for piece in text.split(","):
+        first, _, last = piece.strip().partition("-")
+        if not first.isdigit() or (last and not last.isdigit()):
+            raise UsageError(f"layers {text!r} is not a list like 0-2,5")
+        layers.update(range(int(first), int(last or first) + 1))
+    return frozenset(layers)
+
+
+def scale_bytes(rule: FormatRule, shape: Sequence[int]) -> int:
+    """Bytes of the side tensors of a parameter, as held in memory (see quant.formats)."""
+    if not rule.scales:
+        return 0
+    *outer, rows, columns = (1, *shape) if len(shape) == 1 else shape
+    stacks = prod(outer)
+    if rule.scales == "tensor":
+        return 4 * stacks
+    if rule.scales == "channel":
+        return 4 * stacks * rows
+    if rule.scales == "block128":
+        return 4 * stacks * -(-rows // 128) * -(-columns // 128)
+    if rule.scales == "group16":
+        return stacks * (rows * -(-columns // 16) + 4)
+    return 2 * stacks * rows * -(-columns // 128)
+
+
+def parameter_bytes(rule: FormatRule, spec: ParameterSpec) -> int:
+    """Bytes of a parameter under a rule; small tensors that are kept in float32 count as such."""
+    if spec.keep is torch.float32:
+        return 4 * prod(spec.shape)
+    known = find_format(rule.format)
+    if known is None:
+        raise UsageError(f"format {rule.format!r} of {spec.name} is not known")
+    try:
+        row = known.row_bytes(spec.shape[-1])
+    except ValueError as error:
+        raise FormatError(f"{spec.name} {list(spec.shape)} cannot be stored as {rule.format}: {error}") from error
+    return prod(spec.shape[:-1]) * row + scale_bytes(rule, spec.shape)
+
+
+def describe_config(
+    name: str, config: Mapping[str, Any], rules: Sequence[FormatRule], present: Sequence[str] = ()
+) -> Description:
+    """A model from a config.json and format rules, before any file is here.
+
+    Raises RefusalError for an architecture that this build does not hold, UsageError for a parameter without rule.
+    """
+    architecture = find_hf(config)
+    parsed = architecture.from_hf(config, dict.fromkeys(present, ()))
+    weights = []
+    for spec in parsed.parameters():
+        rule = next((rule for rule in rules if rule.applies(spec)), None)
+        if rule is None and spec.keep is torch.float32:
+            rule = FormatRule("*", "F32")
+        if rule is None:
+            raise UsageError(f"{name}: no format rule fits parameter {spec.name}")
+        weights.append(_weight(parsed, spec, rule.format, parameter_bytes(rule, spec)))
+    return _from_config(name, architecture.name, "catalog: config and format map", parsed, weights)
+
+
+def describe_file(path: str | Path) -> Description:
+    """A model from the headers of its file or folder."""
+    return describe_source(open_source(Path(path)))
+
+
+def describe_source(source: Source) -> Description:
+    """A model from an opened container."""
+    architecture, parsed = read_config(source)
+    gguf = source.container is Container.GGUF
+    weights = []
+    for spec in parsed.parameters():
+        name = spec.gguf_name if gguf else spec.hf_name
+        transform = spec.gguf_transform if gguf else spec.hf_transform
+        names = (
+            [name.format(expert=e) for e in range(transform.argument)] if transform.kind == "stack_experts" else [name]
+        )
+        held = [source.packed(n) for n in names if n in source.shapes]
+        if not held:
+            continue
+        stored = sum(tensor.num_bytes for tensor in held)
+        kept = spec.keep is torch.float32
+        num_bytes = 4 * prod(spec.shape) if kept else stored
+        weights.append(_weight(parsed, spec, "F32" if kept else held[0].format.name, num_bytes))
+    return _from_config(source.path.name, architecture.name, "file header", parsed, weights)
+
+
+def describe_recorded(
+    name: str,
+    architecture: str,
+    weights: Sequence[RecordedWeights],
+    caches: Sequence[CacheTerm],
+    max_context: int,
+) -> Description:
+    """A model of which only sizes are recorded; it can be planned and listed, not run."""
+
+    def table(dtype: torch.dtype) -> Sequence[CacheSpec]:
+        return tuple(_recorded_cache(term, dtype) for term in caches)
+
+    return Description(
+        name=name,
+        architecture=architecture,
+        source="catalog: recorded sizes",
+        weights=_recorded_weights(weights),
+        caches=table,
+        drafter_caches=lambda dtype: (),
+        max_context=max_context,
+        vocab_size=0,
+        hidden_size=0,
+        num_layers=0,
+        per_token_width=0,
+        runnable=False,
+    )
+
+
+def describe_geometry(
+    name: str, config: Mapping[str, Any], weights: Sequence[RecordedWeights], present: Sequence[str] = ()
+) -> Description:
+    """A model whose config is known but whose formats are only recorded as totals."""
+    architecture = find_hf(config)
+    parsed = architecture.from_hf(config, dict.fromkeys(present, ()))
+    exact = [_weight(parsed, spec, "", 0) for spec in parsed.parameters()]
+    return replace(
+        _from_config(name, architecture.name, "catalog: config and recorded sizes", parsed, exact),
+        weights=_recorded_weights(weights),
+    )
+
+
+def _recorded_weights(weights: Sequence[RecordedWeights]) -> tuple[Weight, ...]:
+    return tuple(Weight(w.family, w.family, w.format, w.num_bytes, source=w.source) for w in weights)
+
+
+def _recorded_cache(term: CacheTerm, dtype: torch.dtype) -> CacheSpec:
+    kind = CacheKind(term.kind)
+    if kind is CacheKind.RECURRENT:
+        slot = (BufferSpec("state", (term.bytes_per_sequence,), torch.uint8),)
+        return CacheSpec(term.name, kind, (0,), slot=slot)
+    per_token = term.bytes_per_token
+    if term.scales_with_dtype:
+        per_token = per_token * dtype.itemsize // 2
+    page = (BufferSpec("page", (BLOCK_TOKENS, per_token), torch.uint8),)
+    return CacheSpec(term.name, kind, (0,), page=page, window=term.window)
+
+
+def _weight(config: Any, spec: ParameterSpec, fmt: str, num_bytes: int) -> Weight:
+    family = spec.role.value
+    if spec.layer is not None and spec.layer >= config.num_layers:
+        family = DRAFTER
+    experts = spec.shape[0] if spec.role is Role.EXPERT else 0
+    rows = spec.shape[-2] if len(spec.shape) > 1 and spec.role in (Role.LINEAR, Role.EXPERT) else 0
+    return Weight(spec.name, family, fmt, num_bytes, rows, spec.layer, experts)
+
+
+def _from_config(
+    name: str, architecture: str, source: str, config: ModelConfig, weights: Sequence[Weight]
+) -> Description:
+    no_caches: CacheTable = lambda dtype: ()  # noqa: E731
+    top_k = int(getattr(config, "top_k", 0))
+    return Description(
+        name=name,
+        architecture=architecture,
+        source=source,
+        weights=tuple(weights),
+        caches=config.caches,
+        drafter_caches=getattr(config, "drafter_caches", no_caches),
+        max_context=config.max_context,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        per_token_width=_width(config, weights, top_k),
+        num_kv_heads=int(getattr(config, "num_kv_heads", 1)),
+        num_experts=max((weight.experts for weight in weights), default=0),
+        experts_per_token=top_k,
+        config=config,
+    )
+
+
+def _width(config: ModelConfig, weights: Sequence[Weight], top_k: int) -> int:
+    """Elements alive per token at the widest point: residual streams, a layer's two widest products and their result.
+
+    Routed experts run `top_k` rows per token.
+    """
+    streams = int(getattr(config, "streams", 1))
+    widest = 0
+    layers = {weight.layer for weight in weights if weight.layer is not None}
+    by_layer: dict[int, list[int]] = {layer: [] for layer in layers}
+    for weight in weights:
+        if weight.layer is not None and weight.rows:
+            by_layer[weight.layer].append(weight.rows * (top_k if weight.experts else 1))
+    for rows in by_layer.values():
+        top = sorted(rows, reverse=True)[:2]
+        widest = max(widest, sum(top) + (top[0] if top else 0))
+    return (2 * streams + 4) * config.hidden_size + widest

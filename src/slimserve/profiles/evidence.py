@@ -1,0 +1,78 @@
+"""Evidence: what a qualification run left behind, and the status that is computed from it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from slimserve.errors import UsageError
+
+EVIDENCE_FOLDER = Path(__file__).resolve().parent / "evidence"
+
+
+class Status(Enum):
+    """What may be claimed of a profile on a platform."""
+
+    SUPPORTED = "supported"
+    REFERENCE = "reference"
+    IN_PROGRESS = "in-progress"
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """One qualification run. `gates` maps each gate to whether it passed; `body` is the whole document."""
+
+    profile: str
+    platform: str
+    settings_hash: str
+    gates: Mapping[str, bool]
+    path: Path
+    body: Mapping[str, Any]
+
+    @property
+    def passed(self) -> bool:
+        """Whether there were gates and all of them passed."""
+        return bool(self.gates) and all(self.gates.values())
+
+
+def settings_hash(profile: str, platform: str, files: Sequence[str], settings: Mapping[str, Any]) -> str:
+    """The hash that names a configuration: profile, platform, sha256 of its files, every engine setting."""
+    content = {"profile": profile, "platform": platform, "files": list(files), "settings": dict(settings)}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=list).encode()).hexdigest()[:16]
+
+
+def load_evidence(profile: str, folder: Path | None = None) -> tuple[Evidence, ...]:
+    """Evidence files of a profile (<folder>/<profile>/*.json); UsageError naming a damaged one."""
+    found = []
+    for path in sorted(((folder or EVIDENCE_FOLDER) / profile).glob("*.json")):
+        try:
+            body = json.loads(path.read_text(encoding="utf-8"))
+            gates = {str(gate["name"]): gate["passed"] is True for gate in body["gates"]}
+            evidence = Evidence(
+                str(body["profile"]), str(body["platform"]), str(body["settings_hash"]), gates, path, body
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{path} is no evidence file ({type(error).__name__}: {error}); remove it") from error
+        if evidence.profile == profile:
+            found.append(evidence)
+    return tuple(found)
+
+
+def find_evidence(found: Sequence[Evidence], platform: str, wanted_hash: str) -> tuple[Evidence | None, str]:
+    """The evidence that supports a configuration, or None and why there is none."""
+    here = [evidence for evidence in found if evidence.platform == platform]
+    if not here:
+        return None, "no qualification run on this platform"
+    same = [evidence for evidence in here if evidence.settings_hash == wanted_hash]
+    if not same:
+        return None, "qualified with other settings; run slimserve qualify again"
+    passed = [evidence for evidence in same if evidence.passed]
+    if not passed:
+        failed = [name for name, ok in same[-1].gates.items() if not ok]
+        return None, f"qualification failed at {', '.join(failed) or 'its first gate'}"
+    return passed[-1], "qualified"
