@@ -122,3 +122,17 @@ def test_half_precision_files_stay_as_they_are(dtype: torch.dtype, tmp_path: Pat
     stored = {entry.role.value: entry.format for entry in loaded.memory}
     assert stored["linear"] == stored["embedding"] == {torch.bfloat16: "BF16", torch.float16: "F16"}[dtype]
     assert stored["norm"] == "F32"
+
+
+@pytest.mark.parametrize("case", ["llama-biases", "gemma3-scaled"])
+def test_bfloat16_activations(case: str, tmp_path: Path) -> None:
+    model = tiny_models.build(case)
+    folder = tiny_models.save_folder(model, tmp_path)
+    loaded = load_model(folder, numerics=NumericsConfig(activation_dtype=torch.bfloat16))
+    tokens = prompt(6, model.config.vocab_size)
+    expected = oracle_logits(model, tokens)
+    whole, pieces = one_shot(loaded, tokens), in_pieces(loaded, tokens, [1, 64, 5, 80])
+    assert whole.dtype is torch.float32
+    assert torch.equal(whole, pieces)
+    error = (whole - expected).norm() / expected.norm()
+    assert 1e-4 < error < 0.05, "bfloat16 rounds, and no more than that"
