@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from slimserve.errors import RequestError
 from slimserve.serve import limits
+from slimserve.serve.stream import ClientGoneError
 
 # Strings are skipped whole, an unclosed one to the end; possessive quantifiers need no backtracking stack. So the
 # scan is linear in the body.
@@ -32,7 +33,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
                 _too_large(max_bytes)
             parts.append(part)
     except ClientDisconnect as error:
-        raise RequestError("the connection closed before the body was complete", code="disconnected") from error
+        raise ClientGoneError from error
     return b"".join(parts)
 
 

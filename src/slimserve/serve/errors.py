@@ -26,7 +26,7 @@ def error_object(message: str, *, status: int, param: str | None = None, code: s
 
 def from_request_error(error: RequestError) -> dict[str, Any]:
     """The body for a RequestError."""
-    return error_object(str(error), status=error.status, param=error.param, code=error.code)
+    return error_object(str(error), status=error.status, param=error.param, code=error.code or "invalid_value")
 
 
 def from_validation(error: ValidationError) -> RequestError:

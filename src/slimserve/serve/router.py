@@ -90,7 +90,10 @@ class Job:
         self._mail.put_nowait(output)
 
     async def _next(self, patience: float | None) -> RequestOutput | Exception:
-        return await asyncio.wait_for(self._mail.get(), patience)
+        # Not wait_for: before Python 3.12 it may swallow a cancellation that meets a result, and a request whose
+        # client has gone would run on.
+        async with asyncio.timeout(patience):
+            return await self._mail.get()
 
     def _forget(self, request_id: str) -> None:
         self._open.discard(request_id)

@@ -47,7 +47,8 @@ def open_socket(host: str, port: int) -> socket.socket:
     """A bound socket, before anything is loaded; UsageError if the address cannot be had."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        bound = socket.socket(family, socket.SOCK_STREAM)
+        # Named TCP, because event loops turn Nagle's delay off only on sockets that say so.
+        bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     except OSError as error:
         raise UsageError(f"cannot listen on {host}:{port}: {error}; choose another --host or --port") from error
     try:

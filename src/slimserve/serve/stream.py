@@ -61,7 +61,7 @@ async def whole(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
 def describe(error: Exception) -> tuple[int, dict[str, Any], str]:
     """HTTP status, error object and short code of any exception; unexpected ones are logged with their trace."""
     if isinstance(error, RequestError):
-        return error.status, from_request_error(error), error.code or "error"
+        return error.status, from_request_error(error), error.code or "invalid_value"
     if isinstance(error, SlimServeError):
         return 503, error_object(str(error), status=503, code="engine_down"), "engine_down"
     logger.error("a request failed unexpectedly", exc_info=error)

@@ -1,0 +1,166 @@
+"""A whole server process: readiness, engine death, stop signals, exit codes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+SCRIPT = Path(__file__).with_name("fake_server.py")
+
+
+class Server:
+    """A server in a process of its own."""
+
+    def __init__(self, grace: float, **fake: Any) -> None:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+        self.process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), "0", str(grace), json.dumps(fake)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line.startswith("ready "), line + self.process.stderr.read() if self.process.stderr else line
+        self.url = line.split()[1]
+
+    def engine(self) -> psutil.Process:
+        (child,) = psutil.Process(self.process.pid).children()
+        return child
+
+    def end(self, timeout: float = 20) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=timeout)
+        return self.process.returncode, out, err
+
+
+@contextlib.contextmanager
+def server(grace: float = 5.0, **fake: Any) -> Iterator[Server]:
+    running = Server(grace, **fake)
+    try:
+        yield running
+    finally:
+        running.process.kill()
+        running.process.communicate()
+
+
+class Stream(threading.Thread):
+    """A client that reads one stream to its end."""
+
+    def __init__(self, url: str, max_tokens: int, text: str = "endless") -> None:
+        super().__init__(daemon=True)
+        self._body = {"prompt": text, "max_tokens": max_tokens, "stream": True, "temperature": 0}
+        self._url = url
+        self.started = threading.Event()
+        self.events: list[str] = []
+        self.start()
+
+    def run(self) -> None:
+        with httpx.stream("POST", self._url + "/v1/completions", json=self._body, timeout=30) as reply:
+            for line in reply.iter_lines():
+                if line.startswith("data: "):
+                    self.events.append(line[6:])
+                    self.started.set()
+
+
+def wait_until_down(url: str, seconds: float = 3.0) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if httpx.get(url + "/health", timeout=5).status_code != 200:
+                return
+        except httpx.HTTPError:
+            return
+        time.sleep(0.02)
+    raise AssertionError("health stayed good")
+
+
+@pytest.mark.parametrize("how", ["killed", "crashed"])
+def test_a_dead_engine_ends_streams_with_an_error_and_the_server_with_a_failure(how: str) -> None:
+    with server(step_seconds=0.01) as running:
+        engine = running.engine()
+        stream = Stream(running.url, 4000)
+        assert stream.started.wait(10)
+        assert httpx.get(running.url + "/health").status_code == 200
+        if how == "killed":
+            engine.kill()
+        else:
+            with contextlib.suppress(httpx.HTTPError):
+                httpx.post(running.url + "/v1/completions", json={"prompt": "crash!"}, timeout=10)
+        wait_until_down(running.url)
+        stream.join(10)
+        assert not stream.is_alive(), "the stream never closed"
+        error = json.loads(stream.events[-1])["error"]
+        assert error["code"] == "engine_down" and "died" in error["message"]
+        code, out, err = running.end()
+        assert code == 1 and "the engine stopped" in out
+        assert "engine_down" in err and "Traceback" not in err
+
+
+def test_a_stop_signal_lets_requests_finish() -> None:
+    with server(grace=10.0, step_seconds=0.01) as running:
+        stream = Stream(running.url, 100)
+        assert stream.started.wait(10)
+        running.process.send_signal(signal.SIGTERM)
+        code, out, err = running.end()
+        stream.join(5)
+        assert stream.events[-1] == "[DONE]"
+        assert json.loads(stream.events[-2])["choices"][0]["finish_reason"] == "length"
+        assert code == 0 and "left: ['MainThread']" in out, out + err
+
+
+def test_after_the_grace_period_the_rest_ends_with_an_error() -> None:
+    with server(grace=0.5, step_seconds=0.01) as running:
+        engine = running.engine()
+        stream = Stream(running.url, 4000)
+        assert stream.started.wait(10)
+        started = time.monotonic()
+        running.process.send_signal(signal.SIGINT)
+        code, out, err = running.end()
+        assert time.monotonic() - started < 6
+        stream.join(5)
+        assert json.loads(stream.events[-1])["error"]["code"] == "shutting_down"
+        assert code == 0, out + err
+        assert not engine.is_running()
+
+
+def test_a_taken_port_is_wrong_use_before_anything_is_loaded() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+        ended = subprocess.run(
+            [sys.executable, str(SCRIPT), str(port), "1", '{"load_seconds": 60}'],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            env=environment,
+        )
+        assert ended.returncode == 2 and f":{port}" in ended.stdout and "--port" in ended.stdout
+
+
+def test_loading_that_is_refused_ends_with_3() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    ended = subprocess.run(
+        [sys.executable, str(SCRIPT), "0", "1", '{"fail_load": "refuse"}'],
+        capture_output=True,
+        text=True,
+        timeout=20,
+        env=environment,
+    )
+    assert ended.returncode == 3 and "does not fit" in ended.stdout
