@@ -9,7 +9,7 @@ import torch
 from slimserve.ops.numerics import NumericsConfig
 from slimserve.ops.registry import architecture, entries
 from slimserve.ops.resolver import Case, Op, resolve
-from slimserve.ops.weights import ExpertWeights, LinearPart, LinearWeight
+from slimserve.ops.weights import ExpertWeights, FusedProduct, LinearPart, LinearWeight
 from slimserve.quant.tensor import PackedTensor
 
 OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -50,7 +50,18 @@ def prepare_linear(
         stop = start + part.shape[0]
         prepared.append(LinearPart(start, stop, choice.entry.implementation(part, target, chosen), choice))
         start = stop
-    return LinearWeight(start, in_features, tuple(prepared), _stack_biases(parts, biases, target))
+    bias = _stack_biases(parts, biases, target)
+    return LinearWeight(start, in_features, tuple(prepared), bias, _fuse(prepared, bias))
+
+
+def _fuse(parts: Sequence[LinearPart], bias: torch.Tensor | None) -> FusedProduct | None:
+    """One call for all parts, where one kernel class serves them all and can."""
+    kinds = {type(part.prepared) for part in parts}
+    fuse = getattr(kinds.pop(), "fuse", None) if len(kinds) == 1 else None
+    if fuse is None:
+        return None
+    fused: FusedProduct = fuse([part.prepared for part in parts], bias)
+    return fused
 
 
 def _stack_biases(
@@ -81,6 +92,9 @@ def linear(x: torch.Tensor, weight: LinearWeight, *, out_dtype: torch.dtype | No
         raise ValueError(f"linear: cannot write {dtype}; use float32, bfloat16 or float16")
     out = torch.empty((x.shape[0], weight.out_features), dtype=dtype, device=x.device)
     rows = x.contiguous()
+    if weight.fused is not None:
+        weight.fused(rows, out)
+        return out
     for part in weight.parts:
         part.prepared(rows, out[:, part.start : part.stop])
     if weight.bias is not None:

@@ -38,6 +38,14 @@ class PreparedExperts(Protocol):
         ...
 
 
+class FusedProduct(Protocol):
+    """All parts and the bias of a weight in one call; a kernel class offers it as `fuse(parts, bias)`."""
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Write contiguous x [T, K] times all parts, plus the bias, into contiguous out [T, sum N_i]."""
+        ...
+
+
 @dataclass(slots=True)
 class LinearPart:
     """A prepared part and the output columns [start, stop) that it fills."""
@@ -56,6 +64,7 @@ class LinearWeight:
     in_features: int
     parts: tuple[LinearPart, ...]
     bias: torch.Tensor | None
+    fused: FusedProduct | None = None
 
     @property
     def kernel(self) -> str:

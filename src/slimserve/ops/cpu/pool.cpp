@@ -1,5 +1,7 @@
 #include "pool.h"
 
+#include "simd.h"
+
 #include <pthread.h>
 #include <sched.h>
 
@@ -176,4 +178,5 @@ void* scratch(int slot, size_t bytes) {
 extern "C" {
 void slim_set_threads(int threads) { slim::pool_set_threads(threads); }
 int slim_threads() { return slim::pool_threads(); }
+const char* slim_isa() { return slim::ISA; }
 }

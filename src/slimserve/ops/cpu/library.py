@@ -1,0 +1,108 @@
+"""The loaded C++ library: argument types, code tables, threads."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from slimserve.errors import RefusalError
+from slimserve.ops.cpu.build import ensure_library
+from slimserve.quant.grids import grid, parity_signs
+
+DTYPES: dict[torch.dtype, int] = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float8_e4m3fn: 3,
+}
+"""Element types as the library numbers them (activations.h)."""
+
+_P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+
+SIGNATURES: dict[str, tuple[list[type], type | None]] = {
+    "slim_set_threads": ([_I], None),
+    "slim_threads": ([], _I),
+    "slim_isa": ([], ctypes.c_char_p),
+    "slim_set_grid": ([_I, _P], None),
+    "slim_panel_bytes": ([_I, _L, _P], _L),
+    "slim_relayout": ([_I, _P, _L, _P, _L, _L, _L, _P], None),
+    "slim_advise": ([_P, _L], None),
+    "slim_panel_rows": ([_P, _P, _L, _P, _I], None),
+    "slim_file_rows": ([_I, _P, _L, _L, _L, _P, _L, _P, _I], None),
+    "slim_linear": ([_P, _I, _P, _I, _L, _P, _I, _L, _I], None),
+    "slim_experts": ([_P, _I, _P, _L, _P, _I, _L, _L, _P, _P, _I, _F, _I, _P], None),
+    "slim_rms_norm": ([_P, _P, _I, _P, _F, _F, _L, _L, _P, _P], None),
+    "slim_silu_mul": ([_P, _I, _L, _L, _I, _F, _P], None),
+    "slim_gelu_tanh_mul": ([_P, _I, _L, _L, _P], None),
+    "slim_rope": ([_P, _I, _P, _P, _L, _L, _L, _L, _L, _I, _F], None),
+    "slim_write_pages": ([_P, _I, _L, _L, _L, _L, _L, _P, _I, _L, _P], None),
+    "slim_paged_attention": (
+        [_P, _I, _L, _L, _P, _P, _I, _L, _P, _L, _P, _P, _L, _L, _L, _L, _L, _F, _F, _L, _P],
+        None,
+    ),
+}
+
+_GRIDS = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1")
+_kept: list[torch.Tensor] = []  # code tables that the library points to
+
+
+def available_cores() -> int:
+    """Cores this process may use: its affinity, within the container's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        if quota != "max":
+            cores = min(cores, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):
+        pass
+    return cores
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    for name, (arguments, result) in SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, result
+    for index, name in enumerate(_GRIDS):
+        _kept.append(grid(name).to(torch.int8).contiguous())
+        library.slim_set_grid(index, _kept[-1].data_ptr())
+    _kept.append(parity_signs().to(torch.uint8).contiguous())
+    library.slim_set_grid(len(_GRIDS), _kept[-1].data_ptr())
+    library.slim_set_threads(available_cores())
+    return library
+
+
+@lru_cache(maxsize=1)
+def load() -> ctypes.CDLL:
+    """The library, built at first use; RefusalError where this machine cannot build it."""
+    path = ensure_library()
+    try:
+        return _open(path)
+    except OSError as error:
+        raise RefusalError(f"The compiled CPU kernels at {path} cannot be loaded ({error}); remove the folder.") from error
+
+
+@lru_cache(maxsize=1)
+def load_or_warn() -> ctypes.CDLL | None:
+    """The library, or None after one printed sentence: the torch references then serve, slowly."""
+    try:
+        return load()
+    except RefusalError as error:
+        print(f"slimserve: CPU kernels are not available, slow references serve instead. {error}", file=sys.stderr)
+        return None
+
+
+def set_threads(threads: int) -> None:
+    """How many threads share one operation; results do not depend on it."""
+    load().slim_set_threads(threads)
+
+
+def instruction_set() -> str:
+    """Which vector build was compiled: avx512-vnni, avx2-vnni, avx2 or portable."""
+    name: bytes = load().slim_isa()
+    return name.decode()
