@@ -26,7 +26,7 @@ demo: install
 	$(BIN)/slimserve qwen25-coder-0.5b --raw --temperature 0.8 --top-p 0.95 --seed 7 --max-tokens 96 -p "def fibonacci(n):"
 
 test: install-test lint
-	$(BIN)/python -m slimserve.fetch.cli qwen25-coder-0.5b smollm2-135m gemma3-270m || true
+	$(BIN)/slimserve fetch qwen25-coder-0.5b smollm2-135m gemma3-270m || true
 	$(BIN)/python -m pytest -m "not gpu and not slow"
 
 lint: install-test

@@ -1,0 +1,55 @@
+"""`slimserve plan PROFILE`: memory term by term, on this machine or on one that is not here. Exit 3: does not fit."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from slimserve.cli.terminal import speak
+
+
+def command(
+    profile: Annotated[str | None, typer.Argument(help="A profile of `slimserve list`.")] = None,
+    model: Annotated[str | None, typer.Option("--model", metavar="PATH", help="A file or folder instead.")] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option("--gpu-memory", metavar="SIZE", help="Plan for a GPU of this size, like 24GiB.")
+    ] = None,
+    gpus: Annotated[int, typer.Option("--gpus", min=1, max=64, help="How many of them share the model.")] = 1,
+    memory: Annotated[
+        str | None, typer.Option("--memory", metavar="SIZE", help="Plan for a computer with this much memory.")
+    ] = None,
+    platform: Annotated[str | None, typer.Option("--platform", help="A platform of the record by name.")] = None,
+    device: Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda.")] = None,
+    ctx: Annotated[int | None, typer.Option("--ctx", help="Longest prompt plus reply, in tokens.")] = None,
+    max_seqs: Annotated[int | None, typer.Option("--max-seqs", help="Requests that run at once.")] = None,
+    kv_dtype: Annotated[str | None, typer.Option("--kv-dtype", help="bf16 or fp8.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Plan memory: a named term for every byte, the longest context, sequences at it, and which pool binds."""
+    from slimserve.hardware import detect, parse_bytes, pretend
+    from slimserve.plan.memory import plan_json
+    from slimserve.profiles.planning import plan_profile
+    from slimserve.profiles.report import plan_lines
+    from slimserve.profiles.resolve import resolve
+
+    machine = detect()
+    flags: dict[str, object] = {"max_context": ctx, "max_sequences": max_seqs, "kv_dtype": kv_dtype}
+    if gpu_memory is not None or memory is not None:
+        machine = pretend(
+            machine,
+            gpu_memory=None if gpu_memory is None else parse_bytes(gpu_memory),
+            num_gpus=gpus,
+            memory=None if memory is None else parse_bytes(memory),
+        )
+        if gpu_memory is not None:
+            device, flags["tensor_parallel"] = device or "cuda", gpus
+    resolved = resolve(profile, model=model, flags=flags, hardware=machine, platform=platform, device=device)
+    plan = plan_profile(resolved)
+    if as_json:
+        speak(json.dumps({"profile": resolved.name, **plan_json(plan)}, indent=2) + "\n")
+    else:
+        speak("\n".join(plan_lines(plan)) + "\n")
+    if not plan.fits:
+        raise plan.refusal(resolved.name)

@@ -1,0 +1,32 @@
+"""`slimserve show PROFILE`: everything resolved, and where each value comes from."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from slimserve.cli.terminal import speak
+
+
+def command(
+    profile: Annotated[str | None, typer.Argument(help="A profile of `slimserve list`.")] = None,
+    model: Annotated[str | None, typer.Option("--model", metavar="PATH", help="A file or folder instead.")] = None,
+    platform: Annotated[str | None, typer.Option("--platform", help="A platform of the record by name.")] = None,
+    device: Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda.")] = None,
+    ctx: Annotated[int | None, typer.Option("--ctx", help="Longest prompt plus reply, in tokens.")] = None,
+    max_seqs: Annotated[int | None, typer.Option("--max-seqs", help="Requests that run at once.")] = None,
+    kv_dtype: Annotated[str | None, typer.Option("--kv-dtype", help="bf16 or fp8.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show a profile: settings with their origins, files, platforms, figures, what is missing."""
+    from slimserve.profiles.report import show_json, show_lines
+    from slimserve.profiles.resolve import resolve
+
+    flags = {"max_context": ctx, "max_sequences": max_seqs, "kv_dtype": kv_dtype}
+    resolved = resolve(profile, model=model, flags=flags, platform=platform, device=device)
+    if as_json:
+        speak(json.dumps(show_json(resolved), indent=2) + "\n")
+    else:
+        speak("\n".join(show_lines(resolved)) + "\n")

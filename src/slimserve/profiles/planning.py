@@ -1,0 +1,80 @@
+"""The memory plan and the floor of a resolved profile, on this machine or on the one its record names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from slimserve.engine.config import CacheDtype, EngineConfig
+from slimserve.errors import RefusalError
+from slimserve.hardware import DeviceKind, Hardware
+from slimserve.plan.floor import StepFloor, floor_table
+from slimserve.plan.memory import DeviceMemory, MemoryPlan, plan_memory
+from slimserve.profiles.record import Machine
+from slimserve.profiles.resolve import ResolvedProfile
+
+
+def machine_memory(hardware: Hardware, kind: DeviceKind, count: int) -> DeviceMemory | None:
+    """The memory of `count` devices of a machine that would share a model; None where it has fewer."""
+    if kind is DeviceKind.CPU:
+        return DeviceMemory("cpu", hardware.memory_total, hardware.memory_free, 1, hardware.cpu_model)
+    devices = hardware.of_kind(kind)[:count]
+    if len(devices) < count:
+        return None
+    total = min(device.total_bytes for device in devices)
+    free = min(device.free_bytes for device in devices)
+    return DeviceMemory("cuda", total, free, count, devices[0].name)
+
+
+def recorded_memory(machine: Machine, count: int) -> DeviceMemory | None:
+    """The memory of the machine that a platform record names, all of it free; None where it does not say."""
+    if not machine.memory_bytes:
+        return None
+    kind = "cpu" if machine.kind is DeviceKind.CPU else "cuda"
+    return DeviceMemory(kind, machine.memory_bytes, machine.memory_bytes, count, machine.describe())
+
+
+def memory_for(profile: ResolvedProfile) -> DeviceMemory | None:
+    """Where the profile would run: this machine's devices, else (a platform chosen by name) the record's."""
+    here = machine_memory(profile.hardware, profile.device, profile.num_devices)
+    if here is None and profile.platform is not None:
+        return recorded_memory(profile.platform.machine, profile.num_devices)
+    return here
+
+
+def plan_profile(profile: ResolvedProfile, memory: DeviceMemory | None = None) -> MemoryPlan:
+    """The plan of a profile; RefusalError where there is no such device to plan for."""
+    target = memory or memory_for(profile)
+    if target is None:
+        raise RefusalError(
+            f"{profile.name} needs {profile.num_devices} x {profile.device.value} and this machine has "
+            f"{len(profile.hardware.of_kind(profile.device))}; give --gpu-memory and --gpus to plan for another"
+        )
+    return plan_memory(
+        profile.description,
+        profile.planned_config(),
+        target,
+        max_draft=profile.max_draft,
+        drafter=profile.value("drafter") == "nextn",
+    )
+
+
+def admit(profile: ResolvedProfile) -> tuple[EngineConfig, MemoryPlan]:
+    """The engine's configuration with the cache budget that the plan decided, and the plan.
+
+    Raises RefusalError (exit code 3) with the numbers where it does not fit or this build cannot run it.
+    """
+    config = profile.engine_config()
+    plan = plan_profile(profile)
+    if plan.cache is None:
+        raise plan.refusal(profile.name)
+    cache = replace(config.cache, budget_bytes=plan.cache.budget_bytes)
+    return replace(config, cache=cache), plan
+
+
+def floors(
+    profile: ResolvedProfile, concurrencies: Sequence[int], *, context: int, bandwidth: float
+) -> tuple[StepFloor, ...]:
+    """The physical floor of a profile's decode step."""
+    dtype = CacheDtype(profile.value("kv_dtype")).torch
+    return floor_table(profile.description, concurrencies, context=context, bandwidth=bandwidth, kv_dtype=dtype)
