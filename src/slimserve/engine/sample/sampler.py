@@ -10,6 +10,7 @@ import torch
 from slimserve.engine.request import TokenLogprob
 from slimserve.engine.sample import host
 from slimserve.engine.sample.batch import SamplingBatch
+from slimserve.engine.sample.device import sample_device, score_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,12 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> SampleOutput:
     if logits.shape != (len(batch.rows), batch.vocab_size) or logits.dtype != torch.float32:
         expected = (len(batch.rows), batch.vocab_size)
         raise ValueError(f"sample: logits {tuple(logits.shape)} {logits.dtype}, expected float32 {expected}")
-    return _sample_host(logits, batch)
+    if logits.device.type != "cuda":
+        return _sample_host(logits, batch)
+    token_ids = sample_device(logits, batch)
+    if batch.max_logprobs is None:
+        return SampleOutput(token_ids)
+    return SampleOutput(token_ids, *score_device(logits, token_ids, batch.max_logprobs))
 
 
 def _sample_host(logits: torch.Tensor, batch: SamplingBatch) -> SampleOutput:
@@ -64,6 +70,8 @@ def _sample_host(logits: torch.Tensor, batch: SamplingBatch) -> SampleOutput:
 
 def score(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> SampleOutput:
     """Log probabilities of given tokens [L] and of the num_top best ids per row of logits [L, V] (prompt logprobs)."""
+    if logits.device.type == "cuda":
+        return SampleOutput(token_ids, *score_device(logits, token_ids, num_top))
     table = logits.cpu().numpy()
     tokens = token_ids.tolist()
     return SampleOutput(token_ids, *_score_host(table, tokens, num_top, [True] * len(tokens)))

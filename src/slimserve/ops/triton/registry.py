@@ -2,9 +2,44 @@
 
 from __future__ import annotations
 
-from slimserve.ops.resolver import KernelEntry
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from slimserve.ops.resolver import Case, KernelEntry, Op
+from slimserve.ops.triton import attention, rows
+
+KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+
+
+def _float_activations(case: Case) -> str | None:
+    if case.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        return None
+    return f"activations of {case.dtype} are not supported"
+
+
+def _float_or_fp8_cache(case: Case) -> str | None:
+    if case.kv_dtype in KV_DTYPES:
+        return _float_activations(case)
+    return f"a cache of {case.kv_dtype} is not supported"
 
 
 def entries() -> tuple[KernelEntry, ...]:
     """Entries of the Triton kernels, preferred first."""
-    return ()
+    row_kernels: dict[Op, Callable[..., Any]] = {
+        Op.RMS_NORM: rows.rms_norm,
+        Op.ADD_RMS_NORM: rows.add_rms_norm,
+        Op.SILU_MUL: rows.silu_mul,
+        Op.GELU_TANH_MUL: rows.gelu_tanh_mul,
+        Op.ROPE: rows.rope,
+    }
+    paged: dict[Op, Callable[..., Any]] = {
+        Op.WRITE_PAGES: rows.write_pages,
+        Op.PAGED_ATTENTION: attention.paged_attention,
+    }
+    return tuple(
+        KernelEntry(op, f"triton {op.value}", refuses, run)
+        for group, refuses in ((row_kernels, _float_activations), (paged, _float_or_fp8_cache))
+        for op, run in group.items()
+    )
