@@ -57,5 +57,5 @@ class GatedAttention:
             max_q_len=step.max_q_len,
             max_context=step.max_context,
         )  # [T, Hq, D]
-        gated = out * torch.sigmoid(q_gate[:, :, 1].contiguous())
+        gated = ops.gate_multiply(out, q_gate[:, :, 1], silu=False)
         return ops.linear(gated.view(num_tokens, -1), self.output)

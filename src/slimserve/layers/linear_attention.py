@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from slimserve import ops
 from slimserve.layers.contract import RecurrentStorage, StepInput
@@ -80,6 +79,11 @@ def delta_rule(
     )
 
 
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """Through the op whose bits do not depend on where a value stands, which torch's own vector loops cannot promise."""
+    return ops.gate_multiply(torch.ones_like(x), x, silu=False)
+
+
 class GatedDeltaNet:
     """out(norm(o) * silu(z)), one decay per value head: g = decay_rate * softplus(a + dt_bias).
 
@@ -113,11 +117,11 @@ class GatedDeltaNet:
         """x [T, H] -> [T, H]."""
         shape = self.shape
         ba = ops.linear(x, self.ba, out_dtype=torch.float32)  # [T, 2 heads]
-        beta = torch.sigmoid(ba[:, : shape.heads].contiguous())
-        g = self.decay_rate * F.softplus(ba[:, shape.heads :] + self.dt_bias)
+        beta = sigmoid(ba[:, : shape.heads])
+        g = ops.log_decay(ba[:, shape.heads :], self.dt_bias, self.decay_rate, None)
         o = delta_rule(shape, ops.linear(x, self.qkv), self.conv, g, beta, step, cache)  # [T, heads, V]
         z = ops.linear(x, self.z, out_dtype=torch.float32).view_as(o)
-        gated = self.norm(o).mul_(F.silu(z))
+        gated = ops.gate_multiply(self.norm(o), z, silu=True)
         return ops.linear(gated.to(x.dtype).view(x.shape[0], -1), self.output)
 
 
@@ -158,12 +162,11 @@ class KimiDeltaAttention:
         """x [T, H] -> [T, H]."""
         shape = self.shape
         num_tokens = x.shape[0]
-        u = ops.linear(ops.linear(x, self.forget[0]), self.forget[1], out_dtype=torch.float32) + self.dt_bias
+        u = ops.linear(ops.linear(x, self.forget[0]), self.forget[1], out_dtype=torch.float32)
         u = u.view(num_tokens, shape.heads, shape.key_dim)
-        rate = self.decay_rate[:, None]
-        g = rate * F.softplus(u) if self.lower_bound is None else self.lower_bound * torch.sigmoid(-rate * u)
-        beta = torch.sigmoid(ops.linear(x, self.beta)).float()
+        g = ops.log_decay(u, self.dt_bias, self.decay_rate, self.lower_bound)
+        beta = sigmoid(ops.linear(x, self.beta, out_dtype=torch.float32))
         o = delta_rule(shape, ops.linear(x, self.qkv), self.conv, g, beta, step, cache)  # [T, heads, V]
         z = ops.linear(ops.linear(x, self.gate[0]), self.gate[1], out_dtype=torch.float32).view_as(o)
-        gated = self.norm(o).mul_(torch.sigmoid(z))
+        gated = ops.gate_multiply(self.norm(o), z, silu=False)
         return ops.linear(gated.to(x.dtype).view(num_tokens, -1), self.output)

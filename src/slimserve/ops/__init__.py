@@ -14,10 +14,12 @@ from slimserve.ops.elementwise import (
 from slimserve.ops.explain import explain
 from slimserve.ops.hybrid import (
     causal_conv,
+    gate_multiply,
     gated_delta_rule,
     hyper_post,
     hyper_pre,
     latent_attention,
+    log_decay,
     route,
     select_pools,
     update_pools,
@@ -45,6 +47,7 @@ __all__ = [
     "embedding",
     "expert_linear",
     "explain",
+    "gate_multiply",
     "gated_delta_rule",
     "gelu_tanh_mul",
     "hyper_post",
@@ -52,6 +55,7 @@ __all__ = [
     "latent_attention",
     "layer_norm",
     "linear",
+    "log_decay",
     "paged_attention",
     "prepare_experts",
     "prepare_linear",

@@ -8,6 +8,21 @@ from slimserve.ops.registry import pick
 from slimserve.ops.resolver import Op
 
 
+def gate_multiply(x: torch.Tensor, gate: torch.Tensor, *, silu: bool) -> torch.Tensor:
+    """x * sigmoid(gate), or x * gate * sigmoid(gate) where `silu`; equal shapes, x's dtype."""
+    result: torch.Tensor = pick(Op.GATE_MULTIPLY, x.device, x.dtype).entry.implementation(x, gate, silu=silu)
+    return result
+
+
+def log_decay(u: torch.Tensor, bias: torch.Tensor, rate: torch.Tensor, lower_bound: float | None) -> torch.Tensor:
+    """Log decay of a gated delta rule from u [T, H] or [T, H, K]: float32, u's shape.
+
+    lower_bound * sigmoid(-rate (u + bias)), or rate * softplus(u + bias) where lower_bound is None; rate [H] = -exp(A).
+    """
+    result: torch.Tensor = pick(Op.LOG_DECAY, u.device, u.dtype).entry.implementation(u, bias, rate, lower_bound)
+    return result
+
+
 def causal_conv(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -10,10 +10,9 @@ from collections.abc import Callable
 
 import torch
 
-from slimserve.ops.cpu.library import library
+from slimserve.ops.cpu.library import DTYPES, load
 
 _POINTER, _INT64, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}
 
 
 def _structure(name: str, pointers: str, sizes: str, floats: str = "", flags: str = "") -> type[ctypes.Structure]:
@@ -62,13 +61,15 @@ _HYPER_PRE = _structure(
 )
 _HYPER_POST = _structure("HyperPost", "streams block_out post comb out", "tokens count hidden")
 _ROUTING = _structure("Routing", "logits bias ids weights", "tokens experts top_k", "scaling", "normalise")
+_GATE = _structure("Gate", "x gate out", "n", flags="silu")
+_LOG_DECAY = _structure("LogDecay", "u bias rate out", "tokens heads width", "lower_bound", "bounded")
 _LAYER_NORM = _structure("LayerNorm", "x weight bias out", "rows size", "eps")
 
 
 def _call(name: str, structure: type[ctypes.Structure], *values: torch.Tensor | int | float | None) -> None:
     """Fill the struct in its order and call the kernel; tensors must be contiguous and outlive the call."""
     arguments = structure(*(value.data_ptr() if isinstance(value, torch.Tensor) else value for value in values))
-    function: Callable[..., None] = getattr(library(), name)
+    function: Callable[..., None] = getattr(load(), name)
     function(ctypes.byref(arguments))
 
 
@@ -151,7 +152,7 @@ def update_pools(
     inputs = [_wide(t) for t in (keys, gates, ape)]
     _call(
         "slim_update_pools", _POOLS, *inputs, pages, raw, *index,
-        index[2].numel() - 1, ape.shape[0], ape.shape[1], raw.shape[1], index[0].shape[1], _TYPES[pages.dtype],
+        index[2].numel() - 1, ape.shape[0], ape.shape[1], raw.shape[1], index[0].shape[1], DTYPES[pages.dtype],
     )  # fmt: skip
 
 
@@ -165,7 +166,7 @@ def select_pools(
     *,
     top_pools: int,
     scale: float,
-    max_context: int,
+    max_context: int,  # bounds grids; a loop here runs to what is visible
 ) -> torch.Tensor:
     """See ops.hybrid.select_pools."""
     num_tokens, heads, dim = queries.shape
@@ -174,7 +175,7 @@ def select_pools(
     chosen = torch.empty(num_tokens, top_pools, dtype=torch.int32)
     _call(
         "slim_select_pools", _SELECTION, *inputs, pages, *index, chosen,
-        num_tokens, heads, dim, 64 // pages.shape[1], top_pools, index[0].shape[1], scale, _TYPES[pages.dtype],
+        num_tokens, heads, dim, 64 // pages.shape[1], top_pools, index[0].shape[1], scale, DTYPES[pages.dtype],
     )  # fmt: skip
     return chosen
 
@@ -189,7 +190,7 @@ def latent_attention(
     *,
     scale: float,
     pool: int,
-    max_context: int,
+    max_context: int,  # bounds grids; a loop here runs to what is visible
 ) -> torch.Tensor:
     """See ops.hybrid.latent_attention."""
     num_tokens, heads, dim = q.shape
@@ -200,7 +201,7 @@ def latent_attention(
     _call(
         "slim_latent_attention", _LATENT, wide, latent, index[0], listed, index[1], index[2], out,
         num_tokens, heads, dim, pool, 0 if listed is None else listed.shape[1], index[0].shape[1], scale,
-        _TYPES[latent.dtype],
+        DTYPES[latent.dtype],
     )  # fmt: skip
     return out.to(q.dtype)
 
@@ -253,3 +254,24 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
     out = torch.empty(x.shape)
     _call("slim_layer_norm", _LAYER_NORM, *inputs, out, x.numel() // x.shape[-1], x.shape[-1], eps)
     return out.to(x.dtype)
+
+
+def gate_multiply(x: torch.Tensor, gate: torch.Tensor, *, silu: bool) -> torch.Tensor:
+    """See ops.hybrid.gate_multiply."""
+    inputs = [_wide(x), _wide(gate)]
+    out = torch.empty(x.shape)
+    _call("slim_gate_multiply", _GATE, *inputs, out, x.numel(), int(silu))
+    return out.to(x.dtype)
+
+
+def log_decay(u: torch.Tensor, bias: torch.Tensor, rate: torch.Tensor, lower_bound: float | None) -> torch.Tensor:
+    """See ops.hybrid.log_decay."""
+    inputs = [_wide(t) for t in (u, bias, rate)]
+    out = torch.empty(u.shape)
+    heads = rate.numel()
+    bound = 0.0 if lower_bound is None else lower_bound
+    _call(
+        "slim_log_decay", _LOG_DECAY, *inputs, out,
+        u.shape[0], heads, u.numel() // max(1, u.shape[0] * heads), bound, int(lower_bound is not None),
+    )  # fmt: skip
+    return out

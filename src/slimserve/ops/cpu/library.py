@@ -41,6 +41,17 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "slim_gelu_tanh_mul": ([_P, _I, _L, _L, _P], None),
     "slim_rope": ([_P, _I, _P, _P, _L, _L, _L, _L, _L, _I, _F], None),
     "slim_write_pages": ([_P, _I, _L, _L, _L, _L, _L, _P, _I, _L, _P], None),
+    "slim_delta_rule": ([_P], None),
+    "slim_convolution": ([_P], None),
+    "slim_update_pools": ([_P], None),
+    "slim_select_pools": ([_P], None),
+    "slim_latent_attention": ([_P], None),
+    "slim_hyper_pre": ([_P], None),
+    "slim_hyper_post": ([_P], None),
+    "slim_route": ([_P], None),
+    "slim_layer_norm": ([_P], None),
+    "slim_gate_multiply": ([_P], None),
+    "slim_log_decay": ([_P], None),
     "slim_paged_attention": (
         [_P, _I, _L, _L, _P, _P, _I, _L, _P, _L, _P, _P, _L, _L, _L, _L, _L, _F, _F, _L, _P],
         None,
@@ -84,7 +95,9 @@ def load() -> ctypes.CDLL:
     try:
         return _open(path)
     except OSError as error:
-        raise RefusalError(f"The compiled CPU kernels at {path} cannot be loaded ({error}); remove the folder.") from error
+        raise RefusalError(
+            f"The compiled CPU kernels at {path} cannot be loaded ({error}); remove the folder."
+        ) from error
 
 
 @lru_cache(maxsize=1)

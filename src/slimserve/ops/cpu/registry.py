@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from slimserve.ops.cpu import rows, weights
+from slimserve.ops.cpu import hybrid, rows, weights
 from slimserve.ops.cpu.library import instruction_set, load_or_warn
 from slimserve.ops.resolver import Case, KernelEntry, Op
 
@@ -50,6 +50,17 @@ def entries() -> tuple[KernelEntry, ...]:
         Op.ROPE: rows.rope,
         Op.WRITE_PAGES: rows.write_pages,
         Op.PAGED_ATTENTION: rows.paged_attention,
+        Op.LAYER_NORM: hybrid.layer_norm,
+        Op.GATE_MULTIPLY: hybrid.gate_multiply,
+        Op.LOG_DECAY: hybrid.log_decay,
+        Op.CAUSAL_CONV: hybrid.causal_conv,
+        Op.DELTA_RULE: hybrid.gated_delta_rule,
+        Op.HYPER_PRE: hybrid.hyper_pre,
+        Op.HYPER_POST: hybrid.hyper_post,
+        Op.ROUTE: hybrid.route,
+        Op.UPDATE_POOLS: hybrid.update_pools,
+        Op.SELECT_POOLS: hybrid.select_pools,
+        Op.LATENT_ATTENTION: hybrid.latent_attention,
     }
     found = [
         KernelEntry(Op.LINEAR, f"{suffix} panels", _refuses_weight, weights.CpuLinear),

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t PAGE = 64;
 enum Scratch { SCORES = 7, LATENT = 7, STREAMS = 7 };  // never nested
-enum Type { FLOAT32 = 0, BFLOAT16 = 1, E4M3 = 2 };
+enum Type { FLOAT32 = 0, BFLOAT16 = 1, E4M3 = 3 };  // activations.h has the whole list
 
 void read_row(float* to, const void* from, int type, int64_t index, int64_t n, int64_t room) {
   if (type == FLOAT32) {
@@ -345,9 +345,54 @@ void layer_norm(const LayerNorm& a) {
   });
 }
 
+// Elementwise gates over n values; every value takes the same path, wherever it stands.
+struct Gate {
+  const float *x, *gate;
+  float* out;
+  int64_t n;
+  int silu;
+};
+
+void gate_multiply(const Gate& a) {
+  constexpr int64_t BLOCK = 4096;
+  parallel((a.n + BLOCK - 1) / BLOCK, [&](int64_t task) {
+    const int64_t last = std::min(a.n, (task + 1) * BLOCK);
+    for (int64_t i = task * BLOCK; i < last; i += L) {
+      const int count = (int)std::min<int64_t>(L, last - i);
+      const F gate = f_load_n(a.gate + i, count);
+      F factor = f_div(f_set(1.0f), f_add(f_set(1.0f), f_exp(f_sub(f_zero(), gate))));
+      if (a.silu) factor = f_mul(gate, factor);
+      f_store_n(a.out + i, f_mul(f_load_n(a.x + i, count), factor), count);
+    }
+  });
+}
+
+struct LogDecay {
+  const float *u, *bias, *rate;
+  float* out;
+  int64_t tokens, heads, width;
+  float lower_bound;
+  int bounded;
+};
+
+void log_decay(const LogDecay& a) {
+  parallel(a.tokens, [&](int64_t token) {
+    for (int64_t h = 0; h < a.heads; ++h)
+      for (int64_t c = 0; c < a.width; ++c) {
+        const int64_t i = h * a.width + c;
+        const float x = a.u[token * a.heads * a.width + i] + a.bias[i], rate = a.rate[h];
+        float& out = a.out[token * a.heads * a.width + i];
+        if (a.bounded) out = a.lower_bound * sigmoid1(-rate * x);
+        else out = rate * (x > 20.0f ? x : std::log1p(std::exp(x)));
+      }
+  });
+}
+
 }  // namespace slim
 
 extern "C" {
+void slim_gate_multiply(const slim::Gate* arguments) { slim::gate_multiply(*arguments); }
+void slim_log_decay(const slim::LogDecay* arguments) { slim::log_decay(*arguments); }
 void slim_update_pools(const slim::Pools* arguments) { slim::update_pools(*arguments); }
 void slim_select_pools(const slim::Selection* arguments) { slim::select_pools(*arguments); }
 void slim_latent_attention(const slim::LatentAttention* arguments) { slim::latent_attention(*arguments); }

@@ -21,6 +21,21 @@ CHUNK = 64
 NORM_EPS = 1e-6
 
 
+def gate_multiply(x: torch.Tensor, gate: torch.Tensor, *, silu: bool) -> torch.Tensor:
+    """x * sigmoid(gate), or x * silu(gate), in x's dtype."""
+    factor = torch.sigmoid(gate.float())
+    return (x.float() * (gate.float() * factor if silu else factor)).to(x.dtype)
+
+
+def log_decay(u: torch.Tensor, bias: torch.Tensor, rate: torch.Tensor, lower_bound: float | None) -> torch.Tensor:
+    """lower_bound * sigmoid(-rate (u + bias)), or rate * softplus(u + bias): u [T, H(, K)], rate [H] <= 0."""
+    shifted = u.float() + bias.view(u.shape[1:])
+    per_head = rate.view(-1, *(1,) * (u.dim() - 2))
+    if lower_bound is None:
+        return per_head * torch.nn.functional.softplus(shifted)
+    return lower_bound * torch.sigmoid(-per_head * shifted)
+
+
 def causal_conv(
     x: torch.Tensor,
     weight: torch.Tensor,

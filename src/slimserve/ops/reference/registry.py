@@ -39,6 +39,8 @@ def entries() -> tuple[KernelEntry, ...]:
         Op.ROPE: rotary.rope,
         Op.WRITE_PAGES: attention.write_pages,
         Op.PAGED_ATTENTION: attention.paged_attention,
+        Op.GATE_MULTIPLY: linear_attention.gate_multiply,
+        Op.LOG_DECAY: linear_attention.log_decay,
         Op.CAUSAL_CONV: linear_attention.causal_conv,
         Op.DELTA_RULE: linear_attention.gated_delta_rule,
         Op.HYPER_PRE: hyper.hyper_pre,
