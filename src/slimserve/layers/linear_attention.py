@@ -80,7 +80,7 @@ def delta_rule(
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """Through the op whose bits do not depend on where a value stands, which torch's own vector loops cannot promise."""
+    """By an op whose bits do not depend on where a value stands; the vector loops of torch cannot promise that."""
     return ops.gate_multiply(torch.ones_like(x), x, silu=False)
 
 
