@@ -117,18 +117,17 @@ def plan_cache(specs: Sequence[CacheSpec], demand: CacheDemand, budget_bytes: in
             f"{demand.max_context} tokens, but their budget is {_mebibytes(budget_bytes)}; raise the budget, or lower "
             "max_context or max_sequences"
         )
-    highest = lowest
-    while cache_bytes(specs, demand, 2 * highest) <= budget_bytes:
-        highest *= 2
-        if highest > lowest << 20:  # nothing grows with blocks: no group pays for them
-            break
-    step = highest
-    while step:
-        if cache_bytes(specs, demand, highest + step) <= budget_bytes:
-            highest += step
-        step //= 2
-    groups = tuple(_group_plan(spec, demand, highest) for spec in specs)
-    return CachePlan(demand, groups, budget_bytes, highest)
+    fits, too_many = lowest, 2 * lowest
+    while cache_bytes(specs, demand, too_many) <= budget_bytes and too_many < lowest << 20:
+        fits, too_many = too_many, 2 * too_many
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        if cache_bytes(specs, demand, middle) <= budget_bytes:
+            fits = middle
+        else:
+            too_many = middle
+    groups = tuple(_group_plan(spec, demand, fits) for spec in specs)
+    return CachePlan(demand, groups, budget_bytes, fits)
 
 
 def _group_plan(spec: CacheSpec, demand: CacheDemand, num_blocks: int) -> GroupPlan:
@@ -147,7 +146,7 @@ def _group_plan(spec: CacheSpec, demand: CacheDemand, num_blocks: int) -> GroupP
         per_sequence = min(window, demand.blocks_per_sequence)
         running = min(sequences * per_sequence + chunk, sequences * demand.blocks_per_sequence)
         units = running + min(num_blocks, 2 * sequences * per_sequence)
-        capacity = (units - chunk) / per_sequence if units > chunk else units / per_sequence
+        capacity = max((units - chunk) / per_sequence, units / demand.blocks_per_sequence)
         unit_bytes = spec.page_bytes()
     else:
         units = num_blocks

@@ -75,6 +75,7 @@ class UnitStore:
         self.num_evictions = 0
         self._entries: dict[int, Node] = {}
         self._heap: list[tuple[float, int, int, Node]] = []
+        self._listing: dict[int, int] = {}
         self._clock = 0.0
         self._serial = 0
         self._on_evict = on_evict
@@ -137,11 +138,11 @@ class UnitStore:
     def evict(self) -> None:
         """Drop the least valuable idle entry; AssertionError where there is none."""
         while self._heap:
-            priority, _, unit, node = heapq.heappop(self._heap)
-            if self._may_go(node, unit) and priority == node.priority[self.group]:
-                self._clock = max(self._clock, priority)
+            entry = heapq.heappop(self._heap)
+            if self._is_current(entry):
+                self._clock = max(self._clock, entry[0])
                 self.num_evictions += 1
-                self._on_evict(node)
+                self._on_evict(entry[3])
                 return
         raise AssertionError("no idle entry to evict: callers check available() first")
 
@@ -157,14 +158,15 @@ class UnitStore:
         if self.chained and node.continuations[self.group]:
             return
         self._serial += 1
+        self._listing[unit] = self._serial
         heapq.heappush(self._heap, (node.priority[self.group], self._serial, unit, node))
         if len(self._heap) > 2 * self.num_idle + 64:
-            self._heap = list({entry[2]: entry for entry in self._heap if self._is_current(entry)}.values())
+            self._heap = [entry for entry in self._heap if self._is_current(entry)]
             heapq.heapify(self._heap)
 
     def _is_current(self, entry: tuple[float, int, int, Node]) -> bool:
-        priority, _, unit, node = entry
-        return self._may_go(node, unit) and priority == node.priority[self.group]
+        _, serial, unit, node = entry
+        return self._listing[unit] == serial and self._may_go(node, unit)
 
     def audit(self, held: dict[int, int]) -> None:
         """Check pool and index against `held`, the references that sequences have per unit."""

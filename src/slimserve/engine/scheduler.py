@@ -18,7 +18,7 @@ from typing import Protocol
 from slimserve.cache.contract import PrefixHit
 from slimserve.cache.manager import CacheManager, CacheSequence, Prompt
 from slimserve.engine.config import SchedulerConfig
-from slimserve.engine.request import FinishReason, Request, RequestState
+from slimserve.engine.request import FinishReason, Request, RequestState, TokenLogprob
 from slimserve.engine.step import RequestOutput, Row, RowResult, StepPlan, StepResult
 from slimserve.errors import RequestError
 from slimserve.layers.contract import BLOCK_TOKENS
@@ -453,16 +453,16 @@ class Scheduler:
     def _output(
         request: Request,
         token_ids: tuple[int, ...],
-        logprobs: tuple[object, ...],
-        prompt_logprobs: tuple[object, ...],
+        logprobs: tuple[TokenLogprob, ...],
+        prompt_logprobs: tuple[TokenLogprob, ...],
         reason: FinishReason | None,
         error: str | None = None,
     ) -> RequestOutput:
         return RequestOutput(
             request.request_id,
             token_ids=token_ids,
-            logprobs=logprobs,  # type: ignore[arg-type]
-            prompt_logprobs=prompt_logprobs,  # type: ignore[arg-type]
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             finish_reason=reason,
             error=error,
             num_prompt_tokens=len(request.prompt_token_ids),
