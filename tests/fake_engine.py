@@ -158,7 +158,8 @@ class FakeEngine:
 
     @staticmethod
     def _logprob(token: int, num_top: int) -> TokenLogprob:
-        return TokenLogprob(-0.25, ((token, -0.25), *((t, -float(t + 2)) for t in range(max(0, num_top - 1))))[:num_top])
+        others = [(other, -float(other + 2)) for other in range(max(0, num_top - 1))]
+        return TokenLogprob(-0.25, ((token, -0.25), *others)[:num_top])
 
 
 def encode(text: str) -> list[int]:

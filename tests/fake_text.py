@@ -17,13 +17,14 @@ VISIBLE = {THINK, END_THINK, CALL, END_CALL}
 
 
 class FakeStream:
-    def __init__(self) -> None:
+    def __init__(self, kept: set[int]) -> None:
+        self._kept = kept
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
         if token_id < 256:
             return self._decoder.decode(bytes([token_id]))
-        return CONTROL[token_id] if token_id in VISIBLE else ""
+        return CONTROL[token_id] if token_id in self._kept else ""
 
     def flush(self) -> str:
         return self._decoder.decode(b"", True)
@@ -88,7 +89,10 @@ class FakeText:
         return list(text.encode("utf-8"))
 
     def encode_chat(
-        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, template_kwargs: dict[str, Any]
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None,
+        template_kwargs: dict[str, Any],
     ) -> list[int]:
         if template_kwargs.get("fail"):
             raise RequestError("the template failed", param="messages", code="template_error")
@@ -96,21 +100,21 @@ class FakeText:
         if tools:
             ids += [IM_START, *json.dumps(list(tools)).encode(), IM_END]
         for message in messages:
-            ids += [IM_START, *message["role"].encode(), 10, *message["content"].encode("utf-8")]
+            ids += [IM_START, *message["role"].encode(), 10, *message.get("content", "").encode("utf-8")]
             if "tool_calls" in message:
                 ids += json.dumps(message["tool_calls"]).encode()
             ids.append(IM_END)
         return [*ids, IM_START, *b"assistant\n"]
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        stream = FakeStream()
+    def decode(self, token_ids: Sequence[int], *, keep_control: bool = False) -> str:
+        stream = FakeStream(set(CONTROL) if keep_control else set())
         return "".join(stream.push(token_id) for token_id in token_ids) + stream.flush()
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < 256 else CONTROL.get(token_id, "").encode()
 
-    def text_stream(self) -> FakeStream:
-        return FakeStream()
+    def text_stream(self, prompt_token_ids: Sequence[int], *, markup: bool) -> FakeStream:
+        return FakeStream(VISIBLE if markup else set())
 
     def stop_stream(self, stops: Sequence[str]) -> FakeStops:
         return FakeStops(stops)

@@ -26,7 +26,9 @@ from slimserve.serve.state import ServerState
 class Harness:
     """One running server: its base URL, its log, its state and its engine client."""
 
-    def __init__(self, *, process: bool = False, limits: ServerLimits | None = None, api_key: str | None = None, **fake: Any):
+    def __init__(
+        self, *, process: bool = False, limits: ServerLimits | None = None, api_key: str | None = None, **fake: Any
+    ) -> None:
         self.log = io.StringIO()
         self.router = Router()
         spec = EngineSpec("fake_engine:build", fake)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
 
@@ -30,22 +31,24 @@ def command(
         int | None, typer.Option("--max-tokens", min=1, max=limits.MAX_TOKENS, help="Longest reply.")
     ] = None,
     temperature: Annotated[
-        float, typer.Option("--temperature", min=0.0, max=limits.MAX_TEMPERATURE, help="0 is greedy.")
-    ] = 0.0,
-    top_p: Annotated[float, typer.Option("--top-p", help="In (0, 1].")] = 1.0,
-    top_k: Annotated[int, typer.Option("--top-k", min=0, help="0 is off.")] = 0,
-    seed: Annotated[int | None, typer.Option("--seed", help="Same seed, same text.")] = None,
-    ctx: Annotated[
-        int | None, typer.Option("--ctx", min=64, help="Longest prompt + reply, in tokens.")
+        float | None,
+        typer.Option(
+            "--temperature",
+            min=0.0,
+            max=limits.MAX_TEMPERATURE,
+            help="0 is greedy; default: 0 for one answer, what the model's maker recommends in a chat.",
+        ),
     ] = None,
+    top_p: Annotated[float | None, typer.Option("--top-p", help="In (0, 1].")] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", min=0, help="0 is off.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Same seed, same text.")] = None,
+    ctx: Annotated[int | None, typer.Option("--ctx", min=64, help="Longest prompt + reply, in tokens.")] = None,
     max_seqs: Annotated[
         int | None, typer.Option("--max-seqs", min=1, max=4096, help="Requests that run at once.")
     ] = None,
     threads: Annotated[int | None, typer.Option("--threads", min=1, max=4096, help="CPU threads.")] = None,
-    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
-    kv_dtype: Annotated[
-        str | None, typer.Option("--kv-dtype", help="bf16, fp8 or float32 (for parity runs).")
-    ] = None,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
+    kv_dtype: Annotated[str | None, typer.Option("--kv-dtype", help="bf16 or fp8.")] = None,
     no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Never reuse earlier prompts.")] = False,
     no_spec: Annotated[bool, typer.Option("--no-spec", help="Never draft tokens.")] = False,
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
@@ -65,7 +68,7 @@ def command(
         raise UsageError("--serve and --prompt exclude each other; leave one out")
     if profile is not None and model is not None:
         raise UsageError(f"both the profile {profile!r} and --model were given; leave one out")
-    if not 0 < top_p <= 1:
+    if top_p is not None and not 0 < top_p <= 1:
         raise UsageError(f"--top-p is {top_p}; it must be above 0 and at most 1")
     if seed is not None and not limits.MIN_SEED <= seed <= limits.MAX_SEED:
         raise UsageError(f"--seed is {seed}; it must fit into 64 bits")
@@ -85,23 +88,31 @@ def command(
     if serve:
         _serve(opened, host, port, api_key, tuple(served_name or ()), quiet)
         return
-    sampling = SamplingParams(
-        temperature=temperature, top_p=top_p, top_k=top_k, seed=None if seed is None else seed & limits.MAX_SEED
-    )
+    chats = text is None and is_interactive()
+    given = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    sampling = choose_sampling(given, seed, opened.sampling if chats else {"temperature": 0.0})
     _talk(opened, text, system, raw, sampling, max_tokens, quiet)
 
 
-def _serve(
-    opened: Opened, host: str, port: int, api_key: str | None, names: tuple[str, ...], quiet: bool
-) -> None:
+def choose_sampling(
+    given: Mapping[str, float | None], seed: int | None, defaults: Mapping[str, float]
+) -> SamplingParams:
+    """Flags over defaults; the seed folded into what random numbers take."""
+    chosen: dict[str, Any] = {**defaults, **{name: value for name, value in given.items() if value is not None}}
+    if "top_k" in chosen:
+        chosen["top_k"] = int(chosen["top_k"])
+    return SamplingParams(**chosen, seed=None if seed is None else seed & limits.MAX_SEED)
+
+
+def _serve(opened: Opened, host: str, port: int, api_key: str | None, names: tuple[str, ...], quiet: bool) -> None:
     from slimserve.cli.terminal import LoadProgress
     from slimserve.serve.server import ServerOptions, serve
 
     progress = LoadProgress()
 
     def ready(info: EngineInfo, url: str) -> None:
-        seconds = progress.close()
-        opened.describe(info, seconds)
+        progress.close()
+        opened.describe(info)
         say(f"serving {', '.join(options.names)} at {url}/v1 (Ctrl-C stops)")
 
     options = ServerOptions(names or opened.names, host, port, api_key or None, quiet)
@@ -132,17 +143,15 @@ def _talk(
     if raw and system is not None:
         raise UsageError("--system needs the chat template; leave out --raw")
     mailboxes = Mailboxes()
-    client, seconds = with_progress(lambda progress: ThreadEngine(opened.spec, mailboxes, progress))
+    client = with_progress(lambda progress: ThreadEngine(opened.spec, mailboxes, progress))
     try:
         if text is None or not quiet:
-            opened.describe(client.info, seconds)
+            opened.describe(client.info)
         local = LocalModel(opened.text, client, mailboxes)
         if text is not None:
             one_answer(local, text, system, raw=raw, sampling=sampling, max_tokens=max_tokens, quiet=quiet)
         elif not is_interactive() and text is None:
-            one_answer(
-                local, read_all_input(), system, raw=raw, sampling=sampling, max_tokens=max_tokens, quiet=quiet
-            )
+            one_answer(local, read_all_input(), system, raw=raw, sampling=sampling, max_tokens=max_tokens, quiet=quiet)
         else:
             chat_loop(local, system, raw=raw, sampling=sampling, max_tokens=max_tokens, quiet=quiet)
     finally:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 
 def prepare_streams() -> None:
@@ -60,12 +59,11 @@ def ask(prompt: str) -> str:
 
 
 class LoadProgress:
-    """Loading, stage by stage: a bar on a terminal, one line at the end elsewhere."""
+    """Loading, stage by stage: a bar on a terminal, nothing elsewhere."""
 
     def __init__(self) -> None:
         self._bars: Any = None
         self._tasks: dict[str, Any] = {}
-        self._started = time.monotonic()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """A ProgressCallback."""
@@ -78,12 +76,11 @@ class LoadProgress:
             self._tasks[stage] = self._bars.add_task(stage, total=total or None)
         self._bars.update(self._tasks[stage], completed=done, total=total or None)
 
-    def close(self) -> float:
-        """Take the bars away; seconds since the start."""
+    def close(self) -> None:
+        """Take the bars away."""
         if self._bars is not None:
             self._bars.stop()
             self._bars = None
-        return time.monotonic() - self._started
 
 
 def _make_bars() -> Any:
@@ -100,11 +97,13 @@ def _make_bars() -> Any:
     )
 
 
-def with_progress(load: Callable[[LoadProgress], Any]) -> tuple[Any, float]:
-    """What `load` returns, and the seconds it took; bars never outlive it."""
+Loaded = TypeVar("Loaded")
+
+
+def with_progress(load: Callable[[LoadProgress], Loaded]) -> Loaded:
+    """What `load` returns; bars never outlive it."""
     progress = LoadProgress()
     try:
-        loaded = load(progress)
+        return load(progress)
     finally:
-        seconds = progress.close()
-    return loaded, seconds
+        progress.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +21,7 @@ from slimserve.serve.respond import respond
 from slimserve.serve.state import Place, ServerState
 from slimserve.serve.text import ReplyDelta, ReplyParser, ToolCallDelta
 from slimserve.serve.threads import off_loop
+from slimserve.weights.chat_template import parse_arguments
 
 _ROLES = {"developer": "system"}
 
@@ -49,21 +49,6 @@ def message_text(message: Message, path: str) -> str | None:
     return "".join(texts)
 
 
-def call_arguments(text: str | None, path: str) -> dict[str, Any]:
-    """The arguments of a call in the history as an object; "null" and nothing mean no arguments."""
-    if text is None or not text.strip():
-        return {}
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"`{path}` is not valid JSON: {error}", param=path, code="invalid_arguments") from error
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise RequestError(f"`{path}` must be a JSON object", param=path, code="invalid_arguments")
-    return value
-
-
 def template_message(message: Message, path: str) -> dict[str, Any]:
     """One message as chat templates expect it."""
     result: dict[str, Any] = {"role": _ROLES.get(message.role, message.role)}
@@ -71,9 +56,9 @@ def template_message(message: Message, path: str) -> dict[str, Any]:
     if text is None:
         if message.role not in ("assistant", "tool"):
             raise RequestError(f"`{path}.content` is required", param=f"{path}.content", code="missing_field")
-        # An assistant turn that only called tools has no text; templates print what they are given.
-        text = message.refusal or ""
-    result["content"] = text
+        text = message.refusal
+    if text is not None:
+        result["content"] = text
     if message.name is not None:
         result["name"] = message.name
     if message.tool_call_id is not None:
@@ -95,7 +80,7 @@ def template_message(message: Message, path: str) -> dict[str, Any]:
                 "type": "function",
                 "function": {
                     "name": call.function.name,
-                    "arguments": call_arguments(
+                    "arguments": parse_arguments(
                         call.function.arguments, f"{path}.tool_calls.{index}.function.arguments"
                     ),
                 },
@@ -108,6 +93,11 @@ def template_message(message: Message, path: str) -> dict[str, Any]:
 def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
     """All messages as chat templates expect them."""
     return [template_message(message, f"messages.{index}") for index, message in enumerate(messages)]
+
+
+def messages_size(messages: list[dict[str, Any]]) -> int:
+    """Characters of all contents: how much work rendering and tokenizing is."""
+    return sum(len(message.get("content", "")) for message in messages)
 
 
 def template_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
@@ -330,7 +320,7 @@ async def chat_completions(state: ServerState, request: Request, row: RequestRow
     n = body.n or 1
     place = state.enter(n)
     try:
-        size = sum(len(message["content"]) for message in messages) + (limits.INLINE_BODY_BYTES if tools else 0)
+        size = messages_size(messages) + (limits.INLINE_BODY_BYTES if tools else 0)
         prompt = await off_loop(size, state.text.encode_chat, messages, tools, kwargs)
         generation = _prepare(state, row, place, body, prompt, n)
         await generation.start()
@@ -354,4 +344,4 @@ def _prepare(
         )
         for choice in range(n)
     ]
-    return Generation(state, row, place, submissions, num_choices=n, stops=admission.stop_strings(body))
+    return Generation(state, row, place, submissions, num_choices=n, stops=admission.stop_strings(body), chat=True)

@@ -30,11 +30,10 @@ class ChoiceDelta:
 class ChoiceText:
     """Detokenizes one choice and ends it at stop strings, token by token, however the engine grouped them."""
 
-    def __init__(self, model: TextModel, stops: Sequence[str], *, discard_tokens: bool = False) -> None:
-        """`discard_tokens`: the client wants the prompt only (max_tokens 0)."""
-        self._text = model.text_stream()
+    def __init__(self, model: TextModel, prompt_token_ids: Sequence[int], stops: Sequence[str], *, chat: bool) -> None:
+        """`chat`: a parser reads the text, so markup of the model's reply format stays in it."""
+        self._text = model.text_stream(prompt_token_ids, markup=chat)
         self._stops = model.stop_stream(stops)
-        self._discard = discard_tokens
         self.num_tokens = 0
         self.finished = False
 
@@ -44,11 +43,6 @@ class ChoiceText:
             raise RequestError(output.error or "the request failed", code="generation_failed", status=500)
         if output.finish_reason is FinishReason.ABORT:
             raise RequestError(output.error or "the server ended the request", code="aborted", status=503)
-        if self._discard:
-            self.finished = output.finish_reason is not None
-            return ChoiceDelta(
-                finish="length" if self.finished else None, prompt_logprobs=tuple(output.prompt_logprobs)
-            )
         pieces: list[str] = []
         for index, token_id in enumerate(output.token_ids):
             self.num_tokens += 1

@@ -207,7 +207,6 @@ def _prepare(
     state: ServerState, row: RequestRow, place: Place, body: CompletionBody, prompts: list[Prompt], n: int
 ) -> Generation:
     info = state.router.info
-    prompt_only = body.max_tokens == 0
     submissions = []
     for prompt in prompts:
         room = admission.check_length(
@@ -230,5 +229,5 @@ def _prepare(
         submissions,
         num_choices=n,
         stops=admission.stop_strings(body),
-        discard_tokens=prompt_only,
+        chat=False,
     )

@@ -43,12 +43,14 @@ class Generation:
         *,
         num_choices: int,
         stops: Sequence[str],
-        discard_tokens: bool = False,
+        chat: bool,
     ) -> None:
         self._row = row
         self._place = place
         self._job = Job(state.router, submissions)
-        self._choices = [ChoiceText(state.text, stops, discard_tokens=discard_tokens) for _ in submissions]
+        self._choices = [
+            ChoiceText(state.text, submission.prompt_token_ids, stops, chat=chat) for submission in submissions
+        ]
         self._first_of_prompt = set(range(0, len(submissions), num_choices))
         self._unseen_prompts = set(self._first_of_prompt)
         self.usage = Usage(sum(len(submissions[index].prompt_token_ids) for index in self._first_of_prompt))

@@ -43,9 +43,7 @@ class Mailboxes:
         for rejection in rejections:
             if (box := self._boxes.get(rejection.request_id)) is not None:
                 box.put(
-                    RequestError(
-                        rejection.message, param=rejection.param, code=rejection.code, status=rejection.status
-                    )
+                    RequestError(rejection.message, param=rejection.param, code=rejection.code, status=rejection.status)
                 )
 
     def on_outputs(self, outputs: Sequence[RequestOutput]) -> None:
@@ -116,12 +114,10 @@ class Reply:
             if self.rates.finish is None:
                 self.model.client.abort(request_id)
 
-    def _pieces(
-        self, box: queue.SimpleQueue[RequestOutput | Exception], started: float
-    ) -> Iterator[ReplyDelta]:
+    def _pieces(self, box: queue.SimpleQueue[RequestOutput | Exception], started: float) -> Iterator[ReplyDelta]:
         text = self.model.text
-        choice = ChoiceText(text, self.stops)
         prompt = self.submission.prompt_token_ids
+        choice = ChoiceText(text, prompt, self.stops, chat=self.chat)
         parser = text.reply_parser(prompt_token_ids=prompt, tools=self.tools) if self.chat else None
         self.rates.num_prompt_tokens = len(prompt)
         first_at: float | None = None
@@ -184,8 +180,6 @@ class LocalModel:
     def _reply(
         self, prompt: list[int], sampling: SamplingParams, max_tokens: int | None, stops: Sequence[str], *, chat: bool
     ) -> Reply:
-        limit = admission.check_length(
-            len(prompt), max_tokens, self.info, param="prompt", tokens_param="max_tokens"
-        )
+        limit = admission.check_length(len(prompt), max_tokens, self.info, param="prompt", tokens_param="max_tokens")
         submission = Submit(uuid.uuid4().hex, prompt, sampling, limit)
         return Reply(self, submission, tuple(stops), chat)

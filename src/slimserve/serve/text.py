@@ -91,7 +91,7 @@ class TextModel(Protocol):
         ...
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Token ids of plain text; control-token look-alikes stay text."""
+        """Token ids of a raw prompt; control tokens written in it are read, because its writer writes all of it."""
         ...
 
     def encode_chat(
@@ -103,16 +103,16 @@ class TextModel(Protocol):
         """Token ids of a rendered conversation that ends where the assistant speaks; RequestError if it fails."""
         ...
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of tokens, control tokens left out."""
+    def decode(self, token_ids: Sequence[int], *, keep_control: bool = False) -> str:
+        """Text of tokens; control tokens are left out or shown by their names."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for, control tokens by their name."""
         ...
 
-    def text_stream(self) -> TextStream:
-        """A fresh incremental decoder."""
+    def text_stream(self, prompt_token_ids: Sequence[int], *, markup: bool) -> TextStream:
+        """A fresh incremental decoder of what follows a prompt; `markup` keeps what a reply parser reads."""
         ...
 
     def stop_stream(self, stops: Sequence[str]) -> StopStream:

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from slimserve.errors import RequestError
 from slimserve.serve import admission
 from slimserve.serve.body import read_json
-from slimserve.serve.chat import check_template_kwargs, template_messages, template_tools
+from slimserve.serve.chat import check_template_kwargs, messages_size, template_messages, template_tools
 from slimserve.serve.log import RequestRow
 from slimserve.serve.protocol import DetokenizeBody, TokenizeBody, parse_body
 from slimserve.serve.state import ServerState
@@ -26,7 +26,7 @@ async def tokenize(state: ServerState, request: Request, row: RequestRow) -> Res
         if state.text.chat_problem is not None:
             raise RequestError(f"this model cannot chat: {state.text.chat_problem}", param="messages", code="no_chat")
         messages = template_messages(body.messages)
-        size = sum(len(message["content"]) for message in messages)
+        size = messages_size(messages)
         kwargs = check_template_kwargs(body.chat_template_kwargs)
         tokens = await off_loop(size, state.text.encode_chat, messages, template_tools(body.tools), kwargs)
     else:
@@ -45,7 +45,7 @@ async def detokenize(state: ServerState, request: Request, row: RequestRow) -> R
     body = parse_body(DetokenizeBody, await read_json(request, state.limits.max_body_bytes))
     state.check_model(body.model)
     admission.check_token_ids(body.tokens, state.text.vocab_size, "tokens")
-    text = await off_loop(len(body.tokens), state.text.decode, body.tokens)
+    text = await off_loop(len(body.tokens), state.text.decode, body.tokens, keep_control=True)
     row.num_prompt_tokens = len(body.tokens)
     row.end("done")
     return json_response({"prompt": text})

@@ -1,0 +1,109 @@
+"""From a profile's name or a path, and flags, to everything that a run needs; the only place that ties them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slimserve.cli.terminal import ask, is_interactive, say
+from slimserve.engine.messages import EngineInfo, EngineSpec
+from slimserve.errors import UsageError
+from slimserve.serve.text import TextModel
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFlags:
+    """Engine flags of the command line; None = what record and model say."""
+
+    ctx: int | None = None
+    max_seqs: int | None = None
+    threads: int | None = None
+    device: str | None = None
+    kv_dtype: str | None = None
+    prefix_cache: bool = True
+    speculate: bool = True
+
+    def settings(self) -> dict[str, Any]:
+        """By the names of profiles.settings; what no flag sets stays out."""
+        return {
+            "max_context": self.ctx,
+            "max_sequences": self.max_seqs,
+            "num_threads": self.threads,
+            "kv_dtype": self.kv_dtype,
+            "prefix_caching": None if self.prefix_cache else False,
+            "drafter": None if self.speculate else "none",
+        }
+
+
+@dataclass(slots=True)
+class Opened:
+    """A model ready to be loaded: its text side, how to build its engine, names, and lines for the start."""
+
+    text: TextModel
+    spec: EngineSpec
+    names: tuple[str, ...]
+    title: str
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def describe(self, info: EngineInfo) -> None:
+        """Say what was loaded, on standard error."""
+        say(self.title)
+        for name, value in info.facts.items():
+            say(f"  {name}: {value}")
+        for note in self.notes:
+            say(f"  {note}")
+
+
+def open_model(profile: str | None, model: str | None, flags: EngineFlags, *, serving: bool) -> Opened:
+    """Resolve, check that it fits, fetch what is missing, read tokenizer and template. Nothing is loaded yet.
+
+    A chat runs one sequence at a time unless a flag says otherwise.
+    """
+    from slimserve.engine.build import EngineSettings, encode_config
+    from slimserve.fetch import TerminalProgress
+    from slimserve.profiles.planning import admit
+    from slimserve.profiles.resolve import resolve
+    from slimserve.serve.model_text import model_text
+    from slimserve.weights.source import open_source
+
+    device = None if flags.device in (None, "auto") else flags.device
+    resolved = resolve(profile, model=model, flags=flags.settings(), device=device)
+    alone = {} if serving or flags.max_seqs is not None else {"max_sequences": 1}
+    config, _ = admit(resolve(profile, model=model, flags={**flags.settings(), **alone}, device=device))
+    path = resolved.model_path(TerminalProgress())
+    source = open_source(Path(path))
+    text = model_text(source, resolved.description.vocab_size)
+    names = (resolved.served_name, resolved.name) if resolved.served_name != resolved.name else (resolved.name,)
+    spec = EngineSettings(
+        path=str(path), name=resolved.name, config=encode_config(config), end_token_ids=sorted(text.end_token_ids)
+    ).spec()
+    status = f"{resolved.status.value}: {resolved.status_reason}"
+    return Opened(text, spec, names, f"{resolved.title} [{status}]", resolved.sampling, tuple(text.describe()))
+
+
+def pick_profile() -> str:
+    """Ask the person for a profile; UsageError where nobody is there to ask."""
+    from slimserve.hardware import detect
+    from slimserve.profiles.report import Verdict, list_rows
+
+    if not is_interactive():
+        raise UsageError("name a profile (slimserve list shows them) or give --model PATH")
+    rows = [row for row in list_rows(detect())[0] if row.verdict is Verdict.FITS]
+    if not rows:
+        raise UsageError("no profile fits this machine; slimserve list says why")
+    for number, row in enumerate(rows, start=1):
+        here = "" if row.here else f", {row.download_bytes / 2**20:,.0f} MiB to fetch"
+        say(f"{number:>3}  {row.name:<24}  {row.title}{here}")
+    while True:
+        try:
+            answer = ask("profile (number or name): ").strip()
+        except EOFError as error:
+            raise UsageError("no profile was chosen") from error
+        if answer.isdigit() and 1 <= int(answer) <= len(rows):
+            return rows[int(answer) - 1].name
+        if answer in {row.name for row in rows}:
+            return answer
+        say(f"{answer!r} is not in the list")
