@@ -218,8 +218,7 @@ class Scheduler:
         if draft and not self._cache.reserve(sequence, end, len(draft)):
             draft, end = (), request.num_tokens
         if draft or self._reserve(job, end, rows):
-            num_logits = 1 + len(draft) if request.max_tokens else 0
-            rows[job.serial] = Row(request, sequence, request.num_computed, (last, *draft), draft, num_logits)
+            rows[job.serial] = Row(request, sequence, request.num_computed, (last, *draft), draft, 1 + len(draft))
 
     def _draft(self, request: Request) -> tuple[int, ...]:
         if self._drafter is None or not request.speculate or not request.output_token_ids:
@@ -262,7 +261,7 @@ class Scheduler:
             return 0
         assert job.sequence is not None
         token_ids = tuple(_tokens(request, start, start + length))
-        ends = length == job.num_pending and request.max_tokens > 0
+        ends = length == job.num_pending
         num_scored = 0
         if scored:
             last_scored = min(start + length, len(request.prompt_token_ids) - 1)
@@ -398,8 +397,6 @@ class Scheduler:
         if request.counts is not None:
             for token in token_ids:
                 request.counts.append(token)
-        if not request.max_tokens and request.num_computed == request.num_tokens:  # only the prompt was wanted
-            reason = FinishReason.LENGTH
         self.counters.prompt_tokens += max(0, min(known, len(request.prompt_token_ids) - row.start_position))
         self.counters.output_tokens += kept
         self.counters.drafted_tokens += len(row.draft)
@@ -412,6 +409,8 @@ class Scheduler:
 
     def _until_end(self, request: Request, token_ids: Sequence[int]) -> tuple[int, FinishReason | None]:
         """How many of the new tokens stand, and the end that the last of them is."""
+        if token_ids and not request.max_tokens:
+            return 0, FinishReason.LENGTH  # only the prompt was wanted
         ends = request.stop_token_ids if request.ignore_eos else request.stop_token_ids | self._end_token_ids
         num_output = len(request.output_token_ids)
         num_prompt = len(request.prompt_token_ids)
