@@ -15,17 +15,23 @@ __all__ = ["Activations", "CacheConfig", "CacheDtype", "EngineConfig", "Numerics
 class CacheDtype(Enum):
     """What keys, values and latents are stored in. FP8 (e4m3) is the only quantized cache allowed.
 
-    FLOAT32 is for parity runs against an oracle; records may name bf16 or fp8 only.
+    FLOAT32 is for parity runs against an oracle; records may name bf16, fp16 or fp8 only.
     """
 
     BF16 = "bf16"
+    FP16 = "fp16"
     FP8 = "fp8"
     FLOAT32 = "float32"
 
     @property
     def torch(self) -> torch.dtype:
         """The storage dtype."""
-        return {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "float32": torch.float32}[self.value]
+        return {
+            CacheDtype.BF16: torch.bfloat16,
+            CacheDtype.FP16: torch.float16,
+            CacheDtype.FP8: torch.float8_e4m3fn,
+            CacheDtype.FLOAT32: torch.float32,
+        }[self]
 
 
 @dataclass(frozen=True, slots=True)

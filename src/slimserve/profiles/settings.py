@@ -14,7 +14,7 @@ from slimserve.errors import RefusalError, UsageError
 from slimserve.hardware import parse_bytes
 
 KV_POLICY = (
-    "keys and values may be stored as bf16 or fp8 (e4m3) only; every other quantization of the KV cache, "
+    "keys and values may be stored as bf16, fp16 or fp8 (e4m3) only; every other quantization of the KV cache, "
     "TurboQuant included, is prohibited"
 )
 
@@ -53,7 +53,7 @@ SETTINGS: dict[str, SettingSpec] = {
     for spec in (
         SettingSpec("max_context", _I, "longest prompt plus reply, in tokens", 64),
         SettingSpec("max_sequences", _I, "requests that run at once", 1, 4096),
-        SettingSpec("kv_dtype", _C, "storage of keys, values and latents", choices=("bf16", "fp8")),
+        SettingSpec("kv_dtype", _C, "storage of keys, values and latents", choices=("bf16", "fp16", "fp8")),
         SettingSpec("state_dtype", _C, "storage of recurrent state", choices=("f32", "bf16")),
         SettingSpec("snapshot_spacing", _I, "tokens between kept recurrent states", 64, 1 << 24, 64),
         SettingSpec("cache_bytes", _S, "memory of all caches together"),
