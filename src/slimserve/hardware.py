@@ -105,9 +105,7 @@ def pretend(
     if gpu_memory is not None:
         if gpu_memory < 1 << 28 or not 1 <= num_gpus <= 64:
             raise UsageError(f"{num_gpus} GPUs of {format_bytes(gpu_memory)} is no machine to plan for")
-        accelerators = tuple(
-            Accelerator(i, DeviceKind.CUDA, name, gpu_memory, gpu_memory) for i in range(num_gpus)
-        )
+        accelerators = tuple(Accelerator(i, DeviceKind.CUDA, name, gpu_memory, gpu_memory) for i in range(num_gpus))
     total = memory if memory is not None else base.memory_total
     free = memory if memory is not None else base.memory_free
     return Hardware(base.cpu_model, base.num_cores, base.cpu_flags, total, free, accelerators, pretended=True)

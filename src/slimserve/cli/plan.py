@@ -30,7 +30,7 @@ def command(
     """Plan memory: a named term for every byte, the longest context, sequences at it, and which pool binds."""
     from slimserve.hardware import detect, parse_bytes, pretend
     from slimserve.plan.memory import plan_json
-    from slimserve.profiles.planning import plan_profile
+    from slimserve.profiles.planning import fitted, plan_profile
     from slimserve.profiles.report import plan_lines
     from slimserve.profiles.resolve import resolve
 
@@ -45,7 +45,7 @@ def command(
         )
         if gpu_memory is not None:
             device, flags["tensor_parallel"] = device or "cuda", gpus
-    resolved = resolve(profile, model=model, flags=flags, hardware=machine, platform=platform, device=device)
+    resolved = fitted(resolve(profile, model=model, flags=flags, hardware=machine, platform=platform, device=device))
     plan = plan_profile(resolved)
     if as_json:
         speak(json.dumps({"profile": resolved.name, **plan_json(plan)}, indent=2) + "\n")

@@ -21,11 +21,12 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show a profile: settings with their origins, files, platforms, figures, what is missing."""
+    from slimserve.profiles.planning import fitted
     from slimserve.profiles.report import show_json, show_lines
     from slimserve.profiles.resolve import resolve
 
     flags = {"max_context": ctx, "max_sequences": max_seqs, "kv_dtype": kv_dtype}
-    resolved = resolve(profile, model=model, flags=flags, platform=platform, device=device)
+    resolved = fitted(resolve(profile, model=model, flags=flags, platform=platform, device=device))
     if as_json:
         speak(json.dumps(show_json(resolved), indent=2) + "\n")
     else:

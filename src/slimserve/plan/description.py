@@ -51,12 +51,13 @@ class FormatRule:
 @dataclass(frozen=True, slots=True)
 class RecordedWeights:
     """Bytes of a family of weights in one format; `source` says whether they were recorded, derived from counts of
-    parameters, or only bounded by the machine that held them."""
+    parameters, or only bounded by the machine that held them. `host`: they stay in host memory."""
 
     family: str
     format: str
     num_bytes: int
     source: str = "recorded"
+    host: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,7 @@ class Weight:
     layer: int | None = None
     experts: int = 0
     source: str = ""
+    host: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +122,8 @@ def parse_layers(text: str) -> frozenset[int]:
     """Layer numbers of "0-2,5"; UsageError for anything else."""
     layers: set[int] = set()
     for piece in text.split(","):
-        first, _, last = piece.strip().partition("-")
-        if not first.isdigit() or (last and not last.isdigit()):
+        first, dash, last = piece.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
             raise UsageError(f"layers {text!r} is not a list like 0-2,5")
         layers.update(range(int(first), int(last or first) + 1))
     return frozenset(layers)
@@ -170,7 +172,7 @@ def describe_config(
     weights = []
     for spec in parsed.parameters():
         rule = next((rule for rule in rules if rule.applies(spec)), None)
-        if rule is None and spec.keep is torch.float32:
+        if spec.keep is torch.float32:
             rule = FormatRule("*", "F32")
         if rule is None:
             raise UsageError(f"{name}: no format rule fits parameter {spec.name}")
@@ -246,7 +248,7 @@ def describe_geometry(
 
 
 def _recorded_weights(weights: Sequence[RecordedWeights]) -> tuple[Weight, ...]:
-    return tuple(Weight(w.family, w.family, w.format, w.num_bytes, source=w.source) for w in weights)
+    return tuple(Weight(w.family, w.family, w.format, w.num_bytes, source=w.source, host=w.host) for w in weights)
 
 
 def _recorded_cache(term: CacheTerm, dtype: torch.dtype) -> CacheSpec:

@@ -34,11 +34,17 @@ RESERVE_SHARE = {"cpu": 0.10, "cuda": 0.03}
 RESERVE_LEAST = {"cpu": 512 * MIB, "cuda": 512 * MIB}
 """Memory that is never planned, so that the machine does not run at the edge."""
 
+USEFUL_CONTEXT = 32768
+"""Below this, fewer sequences are offered before a shorter context."""
+
 CPU_CACHE_SHARE = 0.5
 """Part of a computer's free memory that caches take where no record says how much; the rest is its owner's."""
 
 LOGITS_COPIES = 3.0
 """Float32 tables of logits alive at once while drawing: the logits, their edited copy, a sort or softmax of it."""
+
+HOST = "host"
+"""Label of terms that lie in the computer's memory while the model runs on an accelerator."""
 
 REPLICATED = frozenset({Role.NORM.value, Role.SMALL.value, Role.ROUTER.value, Role.CONV.value, Role.BIAS.value})
 REPLICATED_CACHES = frozenset({CacheKind.LATENT, CacheKind.INDEXER})
@@ -79,6 +85,8 @@ class MemoryPlan:
     `fixed_bytes` is everything but the caches. `cache` is None where not even one longest request fits; then
     `shortfall_bytes` is what is missing. `longest_context`: tokens of the longest single request that would fit.
     `most_sequences`: sequences, up to those asked for, beside which one request of max_context tokens would fit.
+    `smaller`: fewer sequences and the longest context beside them, where neither of the two alone is enough.
+    `stated_bytes`: the cache budget that a record or flag states, None where the plan decides.
     """
 
     terms: tuple[Term, ...]
@@ -91,6 +99,8 @@ class MemoryPlan:
     cache_minimum_bytes: int
     longest_context: int
     most_sequences: int
+    smaller: tuple[int, int] | None
+    stated_bytes: int | None
     tokens_per_gib: int
     notes: tuple[str, ...]
 
@@ -101,27 +111,39 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """All terms, the reserve not counted."""
-        return sum(term.num_bytes for term in self.terms if term.name != "reserve")
+        """All terms on the device, the reserve not counted."""
+        return sum(t.num_bytes for t in self.terms if t.name != "reserve" and t.device == self.memory.label)
+
+    @property
+    def caches_too_small(self) -> bool:
+        """Whether a stated cache budget, and not the memory, is what one longest request does not fit into."""
+        return self.stated_bytes is not None and self.stated_bytes < self.cache_minimum_bytes
 
     @property
     def shortfall_bytes(self) -> int:
         """Bytes missing for one longest request; 0 where it fits."""
-        if self.fits:
+        if self.fits or self.caches_too_small:
             return 0
         needed = self.fixed_bytes + self.reserve_bytes + self.cache_minimum_bytes
-        return max(needed - self.memory.free_bytes, 1)
+        stated = self.stated_bytes or 0
+        return max(
+            needed - self.memory.free_bytes, self.fixed_bytes + self.reserve_bytes + stated - self.memory.free_bytes
+        )
 
     @property
     def sequences_at_context(self) -> float:
         """Requests of max_context tokens that fit at once, as many as may run."""
-        return 0.0 if self.cache is None else min(self.cache.concurrency, float(self.max_sequences))
+        if self.cache is None or not self.cache.groups:
+            return 0.0
+        return min(self.cache.concurrency, float(self.max_sequences))
 
     @property
     def binding(self) -> str:
         """What is exhausted first: a cache group, max_sequences, or memory."""
         if self.cache is None:
             return "memory"
+        if not self.cache.groups:
+            return "nothing that is recorded"
         return "max_sequences" if self.cache.concurrency >= self.max_sequences else self.cache.binding
 
     def refusal(self, name: str) -> RefusalError:
@@ -132,8 +154,16 @@ class MemoryPlan:
             remedy = f"--max-seqs {self.most_sequences} fits"
         elif self.longest_context:
             remedy = f"--ctx {self.longest_context} fits"
+        elif self.smaller is not None:
+            remedy = f"--max-seqs {self.smaller[0]} --ctx {self.smaller[1]} fits"
         else:
             remedy = "no context fits here"
+        if self.caches_too_small:
+            allowed = size(self.stated_bytes or 0)
+            return RefusalError(
+                f"{name} does not fit: one request of {self.max_context} tokens with {self.max_sequences} sequences "
+                f"needs {size(self.cache_minimum_bytes)} of caches and cache_bytes allows {allowed}; {remedy}"
+            )
         return RefusalError(
             f"{name} does not fit: one request of {self.max_context} tokens with {self.max_sequences} sequences needs "
             f"{size(needed)} on {self.memory.label} ({size(self.fixed_bytes)} weights and buffers, "
@@ -152,14 +182,16 @@ def plan_memory(
     demand = _demand(description, config)
     fixed = _fixed_terms(description, config, demand, memory, max_draft, specs)
     reserve = _reserve(memory)
-    fixed_bytes = sum(term.num_bytes for term in fixed)
+    fixed_bytes = sum(term.num_bytes for term in fixed if term.device == memory.label)
     available = memory.free_bytes - fixed_bytes - reserve
-    cache = _plan_cache(specs, demand, config, memory, available)
+    stated = None if config.cache.budget_bytes is None else -(-config.cache.budget_bytes // memory.count)
+    cache = _plan_cache(specs, demand, stated, memory, available)
+    most = available if stated is None else min(available, stated)
     terms = [*fixed, *(_cache_terms(cache, memory.label) if cache is not None else ())]
     terms.append(
         Term("reserve", reserve, memory.label, f"{RESERVE_SHARE[memory.kind]:.0%} of the memory, never planned")
     )
-    longest = _longest_context(description, config, specs, available, demand)
+    longest = _longest_context(description, config, specs, most, demand.max_sequences)
     return MemoryPlan(
         terms=tuple(terms),
         memory=memory,
@@ -170,7 +202,9 @@ def plan_memory(
         cache=cache,
         cache_minimum_bytes=minimum_budget(specs, demand),
         longest_context=longest,
-        most_sequences=_most_sequences(specs, demand, available),
+        most_sequences=_most_sequences(specs, demand, most),
+        smaller=_smaller(description, config, specs, most, demand),
+        stated_bytes=stated,
         tokens_per_gib=_tokens_per_gib(specs, demand, cache),
         notes=_notes(description),
     )
@@ -250,18 +284,19 @@ def _fixed_terms(
 
 def _weight_terms(description: Description, memory: DeviceMemory) -> list[Term]:
     """Weights by family and format; families that are not split are held by every device whole."""
-    sums: dict[tuple[str, str, str], int] = {}
+    sums: dict[tuple[str, str, str, bool], int] = {}
     for weight in description.weights:
-        key = (weight.family, weight.format, weight.source)
+        key = (weight.family, weight.format, weight.source, weight.host)
         sums[key] = sums.get(key, 0) + weight.num_bytes
     terms = []
-    for (family, fmt, source), num_bytes in sums.items():
-        split = family not in REPLICATED and memory.count > 1
+    for (family, fmt, source, host), num_bytes in sums.items():
+        split = family not in REPLICATED and memory.count > 1 and not host
         held = -(-num_bytes // memory.count) if split else num_bytes
         shared = f", 1/{memory.count} of it" if split else ""
         words = {"bound": "catalog: upper bound by the machine of the record"}.get(source)
         prefix = DRAFTER if family == DRAFTER else f"weights.{family}"
-        terms.append(Term(f"{prefix}.{fmt}", held, memory.label, f"{words or description.source}{shared}"))
+        label = HOST if host and memory.kind != "cpu" else memory.label
+        terms.append(Term(f"{prefix}.{fmt}", held, label, f"{words or description.source}{shared}"))
     return terms
 
 
@@ -279,21 +314,20 @@ def _reserve(memory: DeviceMemory) -> int:
 
 
 def _plan_cache(
-    specs: Sequence[CacheSpec], demand: CacheDemand, config: EngineConfig, memory: DeviceMemory, available: int
+    specs: Sequence[CacheSpec], demand: CacheDemand, stated: int | None, memory: DeviceMemory, available: int
 ) -> CachePlan | None:
     """The engine's own split of the budget; None where it would not fit."""
-    stated = config.cache.budget_bytes
+    least = minimum_budget(specs, demand)
     if stated is not None:
-        budget = -(-stated // memory.count)
-        if budget > available:
-            return None
+        budget = stated
     elif memory.kind == "cpu":
-        budget = min(full_budget(specs, demand), max(int(available * CPU_CACHE_SHARE), 0))
-        budget = max(budget, min(minimum_budget(specs, demand), available))
+        budget = max(min(full_budget(specs, demand), int(available * CPU_CACHE_SHARE)), least)
     else:
         budget = min(full_budget(specs, demand), available)
-    if budget < 0 or minimum_budget(specs, demand) > budget:
+    if budget < least or budget > available:
         return None
+    if not specs:
+        return CachePlan(demand, (), budget, 0)
     return plan_cache(specs, demand, budget)
 
 
@@ -320,19 +354,34 @@ def _parts(group: GroupPlan, demand: CacheDemand) -> list[tuple[str, int, int]]:
 
 
 def _longest_context(
-    description: Description, config: EngineConfig, specs: Sequence[CacheSpec], available: int, demand: CacheDemand
+    description: Description, config: EngineConfig, specs: Sequence[CacheSpec], available: int, max_sequences: int
 ) -> int:
     """The longest context (a multiple of 64 up to the model's) of which one request fits; 0 where none does."""
 
     def fits(blocks: int) -> bool:
         longer = _demand(description, config, min(blocks * BLOCK_TOKENS, description.max_context))
-        return minimum_budget(specs, longer) <= available
+        return minimum_budget(specs, replace(longer, max_sequences=max_sequences)) <= available
 
     low, high = 0, -(-description.max_context // BLOCK_TOKENS)
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return min(low * BLOCK_TOKENS, description.max_context)
+
+
+def _smaller(
+    description: Description, config: EngineConfig, specs: Sequence[CacheSpec], available: int, demand: CacheDemand
+) -> tuple[int, int] | None:
+    """(sequences, context) with half, a quarter, ... of the sequences, as soon as a useful context fits beside them."""
+    sequences, best = demand.max_sequences, None
+    while sequences >= 1:
+        context = _longest_context(description, config, specs, available, sequences)
+        if context and (best is None or context >= 2 * best[1]):
+            best = (sequences, context)
+        if context >= min(USEFUL_CONTEXT, demand.max_context):
+            break
+        sequences //= 2
+    return best
 
 
 def _most_sequences(specs: Sequence[CacheSpec], demand: CacheDemand, available: int) -> int:

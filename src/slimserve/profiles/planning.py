@@ -11,7 +11,7 @@ from slimserve.hardware import DeviceKind, Hardware
 from slimserve.plan.floor import StepFloor, floor_table
 from slimserve.plan.memory import DeviceMemory, MemoryPlan, plan_memory
 from slimserve.profiles.record import Machine
-from slimserve.profiles.resolve import ResolvedProfile
+from slimserve.profiles.resolve import Origin, ResolvedProfile, Setting
 
 
 def machine_memory(hardware: Hardware, kind: DeviceKind, count: int) -> DeviceMemory | None:
@@ -59,11 +59,46 @@ def plan_profile(profile: ResolvedProfile, memory: DeviceMemory | None = None) -
     )
 
 
+def fitted(profile: ResolvedProfile, memory: DeviceMemory | None = None) -> ResolvedProfile:
+    """The profile with sequences and context lowered as far as this memory asks.
+
+    Only values that nobody chose (origin default or model) are lowered; a record's and a flag's stand and may be
+    refused. Unchanged where it fits or where lowering them does not help.
+    """
+    free = {Origin.DEFAULT, Origin.MODEL}
+    sequences, context = profile.settings["max_sequences"], profile.settings["max_context"]
+    if sequences.origin not in free and context.origin not in free:
+        return profile
+    try:
+        plan = plan_profile(profile, memory)
+    except RefusalError:
+        return profile
+    if plan.fits:
+        return profile
+    if sequences.origin in free and context.origin in free and plan.smaller is not None:
+        return _lowered(profile, *plan.smaller)
+    if sequences.origin in free and plan.most_sequences:
+        return _lowered(profile, plan.most_sequences, plan.max_context)
+    if context.origin in free and plan.longest_context:
+        return _lowered(profile, plan.max_sequences, plan.longest_context)
+    return profile
+
+
+def _lowered(profile: ResolvedProfile, max_sequences: int, max_context: int) -> ResolvedProfile:
+    settings = dict(profile.settings)
+    for name, value in (("max_sequences", max_sequences), ("max_context", max_context)):
+        before = settings[name]
+        if isinstance(before.value, int) and value < before.value:
+            settings[name] = Setting(name, value, Origin.MACHINE, recorded=before.value)
+    return replace(profile, settings=settings)
+
+
 def admit(profile: ResolvedProfile) -> tuple[EngineConfig, MemoryPlan]:
     """The engine's configuration with the cache budget that the plan decided, and the plan.
 
     Raises RefusalError (exit code 3) with the numbers where it does not fit or this build cannot run it.
     """
+    profile = fitted(profile)
     config = profile.engine_config()
     plan = plan_profile(profile)
     if plan.cache is None:

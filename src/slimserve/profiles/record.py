@@ -231,7 +231,7 @@ def _rule(table: Table) -> FormatRule:
 def _weights(table: Table) -> RecordedWeights:
     weights = RecordedWeights(
         table.text("family"), table.text("format"), table.integer("bytes", minimum=1),
-        table.choice("source", ("recorded", "derived", "bound")),
+        table.choice("source", ("recorded", "derived", "bound")), table.boolean("host", False),
     )  # fmt: skip
     table.finish()
     return weights

@@ -12,7 +12,7 @@ from slimserve.errors import RefusalError, SlimServeError
 from slimserve.hardware import Hardware, detect, format_bytes
 from slimserve.plan.memory import MemoryPlan, plan_json
 from slimserve.profiles.evidence import Status
-from slimserve.profiles.planning import plan_profile
+from slimserve.profiles.planning import fitted, plan_profile
 from slimserve.profiles.record import PlatformRecord, ProfileRecord, Stage
 from slimserve.profiles.registry import load_catalog
 from slimserve.profiles.resolve import ResolvedProfile, resolve_record
@@ -71,7 +71,7 @@ def list_rows(hardware: Hardware | None = None) -> tuple[tuple[Row, ...], tuple[
 
 def row_of(record: ProfileRecord, machine: Hardware) -> Row:
     """One profile on a machine."""
-    profile = resolve_record(record, hardware=machine)
+    profile = fitted(resolve_record(record, hardware=machine))
     verdict, reason = judge(profile)
     status = profile.status if profile.platform is not None else recorded_status(record)
     return Row(
@@ -282,7 +282,11 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
             f"once; {plan.cache.num_tokens} tokens cached in all; {plan.binding} binds"
         )
     else:
-        lines.append(f"does not fit: {format_bytes(plan.shortfall_bytes)} more are needed")
+        lines.append(
+            "does not fit: cache_bytes is too small for one request of that length"
+            if plan.caches_too_small
+            else f"does not fit: {format_bytes(plan.shortfall_bytes)} more are needed"
+        )
     lines.append(
         f"longest context {plan.longest_context}; one more GiB of cache holds {plan.tokens_per_gib} tokens more"
     )

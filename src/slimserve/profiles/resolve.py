@@ -22,6 +22,7 @@ from slimserve.engine.config import (
 from slimserve.errors import RefusalError, UsageError
 from slimserve.fetch import FileSource
 from slimserve.hardware import DeviceKind, Hardware, detect
+from slimserve.layers.contract import BLOCK_TOKENS
 from slimserve.plan.description import (
     Description,
     describe_config,
@@ -37,6 +38,7 @@ from slimserve.profiles.settings import SETTINGS, SettingValue, check, most_draf
 
 _CPU_CONTEXT = 32768
 _CPU_SEQUENCES = 8
+_WIDEST_SPACING = 16384
 
 
 class Origin(Enum):
@@ -47,6 +49,7 @@ class Origin(Enum):
     RECORD = "record"
     PLATFORM = "platform"
     FLAG = "flag"
+    MACHINE = "lowered to fit this machine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +207,7 @@ def resolve_record(
     entry = record.platform(platform) if platform else pick_platform(record, machine, device)
     kind = entry.machine.kind if entry is not None else _device_kind(machine, device)
     description = describe_record(record) if path is None else describe_file(path)
-    settings = _defaults(kind, record.model.max_context)
+    settings = _defaults(kind, description)
     for origin, values in ((Origin.RECORD, record.settings), (Origin.PLATFORM, entry.settings if entry else {})):
         for name, recorded in values.items():
             settings[name] = Setting(name, recorded.value, origin, recorded.why)
@@ -286,17 +289,28 @@ def _device_kind(machine: Hardware, device: str | None) -> DeviceKind:
     return kinds[name]
 
 
-def _defaults(kind: DeviceKind, max_context: int) -> dict[str, Setting]:
+def _snapshot_spacing(description: Description) -> int:
+    """A power of two at which kept recurrent states take no more memory than the keys and values between them."""
+    spacing = CacheConfig().snapshot_spacing
+    specs = description.caches(torch.bfloat16)
+    state = sum(spec.slot_bytes() for spec in specs)
+    per_token = sum(spec.page_bytes() for spec in specs if spec.window is None) / BLOCK_TOKENS
+    while state and spacing * per_token < state and spacing < _WIDEST_SPACING:
+        spacing *= 2
+    return spacing
+
+
+def _defaults(kind: DeviceKind, description: Description) -> dict[str, Setting]:
     """Settings where neither record nor flag says anything."""
-    cpu = kind is DeviceKind.CPU
+    cpu, max_context = kind is DeviceKind.CPU, description.max_context
     scheduler, cache = SchedulerConfig(), CacheConfig()
     values: dict[str, SettingValue | None] = dict.fromkeys(SETTINGS)
     values.update(
         max_context=min(max_context, _CPU_CONTEXT) if cpu else max_context,
         max_sequences=_CPU_SEQUENCES if cpu else scheduler.max_sequences,
-        kv_dtype=cache.dtype.value,
+        kv_dtype=CacheDtype.FP16.value if cpu else cache.dtype.value,
         state_dtype="f32",
-        snapshot_spacing=cache.snapshot_spacing,
+        snapshot_spacing=_snapshot_spacing(description),
         prefix_caching=cache.prefix_caching,
         token_budget=scheduler.token_budget if cpu else 2048,
         mixed_prefill_budget=scheduler.mixed_prefill_budget if cpu else 1024,
@@ -315,7 +329,8 @@ def _defaults(kind: DeviceKind, max_context: int) -> dict[str, Setting]:
         expert_arena_bytes=0,
     )
     settings = {name: Setting(name, value, Origin.DEFAULT) for name, value in values.items()}
-    settings["max_context"] = Setting("max_context", values["max_context"], Origin.MODEL)
+    for name in ("max_context", "snapshot_spacing"):
+        settings[name] = Setting(name, values[name], Origin.MODEL)
     return settings
 
 
@@ -397,7 +412,7 @@ def _ad_hoc(path: Path, flags: Mapping[str, Any], machine: Hardware, device: str
     """A profile from a file's own metadata."""
     description = describe_file(path)
     kind = _device_kind(machine, device)
-    settings = _defaults(kind, description.max_context)
+    settings = _defaults(kind, description)
     _apply_flags(settings, flags)
     _check_limits(settings, description.max_context)
     name = path.stem if path.suffix == ".gguf" else path.resolve().name

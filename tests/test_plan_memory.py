@@ -1,0 +1,308 @@
+"""The memory plan adds up, its answers hold at their edges, and the floor counts what moves."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slimserve import hardware as hardware_module
+from slimserve.cache.budget import CacheDemand, plan_cache
+from slimserve.engine.config import CacheConfig, CacheDtype, EngineConfig, NumericsConfig, SchedulerConfig
+from slimserve.errors import UsageError
+from slimserve.hardware import Accelerator, DeviceKind, Hardware, format_bytes, parse_bytes, pretend
+from slimserve.plan.compare import compare, comparison_lines
+from slimserve.plan.description import Description, FormatRule, parameter_bytes, parse_layers
+from slimserve.plan.floor import distinct_experts, step_floor
+from slimserve.plan.memory import DeviceMemory, MemoryPlan, plan_json, plan_memory
+from slimserve.profiles.planning import admit, fitted, plan_profile
+from slimserve.profiles.registry import find_record
+from slimserve.profiles.resolve import Origin, describe_record, resolve
+
+GIB = 1 << 30
+GPU = DeviceMemory("cuda", 32 * GIB, 32 * GIB)
+
+
+def description(name: str) -> Description:
+    return describe_record(find_record(name))
+
+
+def engine(context: int = 8192, sequences: int = 8, **cache: Any) -> EngineConfig:
+    return EngineConfig(
+        device="cuda",
+        cache=CacheConfig(**cache),
+        scheduler=SchedulerConfig(max_sequences=sequences, max_context=context, token_budget=2048),
+        numerics=NumericsConfig(activation_dtype=torch.bfloat16),
+    )
+
+
+SHAPES = [
+    ("qwen25-coder-0.5b", 8192, 8),
+    ("gemma3-270m", 32768, 4),
+    ("qwen35-4b", 32768, 12),
+    ("qwen38-nvfp4-1", 4096, 4),
+    ("nano-glm5-next", 4096, 8),
+]
+
+
+def plan(name: str, context: int, sequences: int, memory: DeviceMemory = GPU, **cache: Any) -> MemoryPlan:
+    return plan_memory(description(name), engine(context, sequences, **cache), memory)
+
+
+@pytest.mark.parametrize(("name", "context", "sequences"), SHAPES)
+def test_terms_add_up_to_the_engines_own_split(name: str, context: int, sequences: int) -> None:
+    result = plan(name, context, sequences)
+    assert result.fits and result.cache is not None
+    model = description(name)
+    weights = sum(t.num_bytes for t in result.terms if t.name.startswith(("weights.", "drafter.")))
+    assert weights == model.weight_bytes
+    caches = sum(t.num_bytes for t in result.terms if t.name.startswith("cache."))
+    assert caches == result.cache.budget_bytes
+    assert result.total_bytes + result.reserve_bytes <= GPU.free_bytes
+    assert result.total_bytes == result.fixed_bytes + result.cache.budget_bytes
+    assert len({term.name for term in result.terms}) == len(result.terms)
+    # The engine, given this budget, makes the same plan.
+    demand = CacheDemand(sequences, context, min(2048, context), engine().cache.snapshot_spacing)
+    assert plan_cache(model.caches(torch.bfloat16), demand, result.cache.budget_bytes) == result.cache
+
+
+@pytest.mark.parametrize(("name", "context", "sequences"), SHAPES)
+def test_the_longest_context_is_the_edge(name: str, context: int, sequences: int) -> None:
+    memory = DeviceMemory("cuda", 32 * GIB, plan(name, context, sequences).fixed_bytes + 6 * GIB)
+    longest = plan(name, context, sequences, memory).longest_context
+    model = description(name)
+    assert 64 <= longest <= model.max_context
+    assert plan(name, longest, sequences, memory).fits
+    if longest < model.max_context:
+        assert not plan(name, longest + 64, sequences, memory).fits
+
+
+def test_answers_move_the_right_way() -> None:
+    small = plan("qwen35-4b", 32768, 32, DeviceMemory("cuda", 16 * GIB, 16 * GIB))
+    large = plan("qwen35-4b", 32768, 32, DeviceMemory("cuda", 17 * GIB, 17 * GIB))
+    assert small.cache is not None and large.cache is not None
+    gained = large.cache.num_tokens - small.cache.num_tokens
+    assert gained > 0
+    # One more GiB of memory is a little less for the caches (the reserve grows with the device).
+    assert 0.9 * small.tokens_per_gib <= gained <= 1.1 * small.tokens_per_gib
+    fp8 = plan("qwen35-4b", 32768, 32, DeviceMemory("cuda", 16 * GIB, 16 * GIB), dtype=CacheDtype.FP8)
+    assert fp8.cache is not None and fp8.cache.num_tokens > small.cache.num_tokens
+    assert small.binding == "attention" and small.sequences_at_context < 32
+
+
+def test_a_refusal_names_numbers_and_a_remedy_that_works() -> None:
+    tight = DeviceMemory("cuda", 28 * GIB, 28 * GIB)
+    refused = plan("qwen38-nvfp4-1", 262144, 32, tight)
+    assert not refused.fits and refused.shortfall_bytes > 0
+    sentence = str(refused.refusal("qwen38-nvfp4-1"))
+    assert "needs" in sentence and "28.00 GiB are free" in sentence and "\n" not in sentence
+    words = sentence.split("; ")[-1].split()
+    sequences = int(words[words.index("--max-seqs") + 1]) if "--max-seqs" in words else 32
+    context = int(words[words.index("--ctx") + 1]) if "--ctx" in words else 262144
+    assert plan("qwen38-nvfp4-1", context, sequences, tight).fits
+    enough = replace(tight, free_bytes=tight.free_bytes + refused.shortfall_bytes)
+    assert plan("qwen38-nvfp4-1", 262144, 32, enough).fits
+    assert not plan("qwen38-nvfp4-1", 262144, 32, replace(enough, free_bytes=enough.free_bytes - 1)).fits
+
+
+def test_a_stated_cache_budget_is_taken_or_refused() -> None:
+    taken = plan("qwen35-4b", 8192, 4, budget_bytes=3 * GIB)
+    assert taken.cache is not None and taken.cache.budget_bytes == 3 * GIB
+    small = plan("qwen35-4b", 8192, 4, budget_bytes=GIB // 4)
+    assert not small.fits and small.caches_too_small
+    assert "cache_bytes allows 256.0 MiB" in str(small.refusal("qwen35-4b"))
+    assert not plan("qwen35-4b", 8192, 4, budget_bytes=30 * GIB).fits
+
+
+def test_several_gpus_share_what_can_be_split() -> None:
+    one = plan("qwen38-nvfp4-1", 32768, 8, DeviceMemory("cuda", 96 * GIB, 96 * GIB))
+    four = plan("qwen38-nvfp4-1", 32768, 8, DeviceMemory("cuda", 96 * GIB, 96 * GIB, count=4))
+    assert four.memory.label == "each of 4 gpus"
+
+    def size(result: MemoryPlan, prefix: str) -> int:
+        return sum(term.num_bytes for term in result.terms if term.name.startswith(prefix))
+
+    assert size(four, "weights.linear") == pytest.approx(size(one, "weights.linear") / 4, rel=1e-6)
+    assert size(four, "weights.norm") == size(one, "weights.norm")
+    assert one.cache is not None and four.cache is not None
+    attention_one, attention_four = one.cache.groups[0], four.cache.groups[0]
+    assert attention_four.unit_bytes == attention_one.unit_bytes // 4
+
+
+def test_drafters_caches_are_planned_when_it_runs() -> None:
+    model = description("nano-qwen3_5")
+    without = plan_memory(model, engine(), GPU)
+    with_drafter = plan_memory(model, engine(), GPU, max_draft=2, drafter=True)
+    names = {term.name for term in with_drafter.terms} - {term.name for term in without.terms}
+    assert any(name.startswith("cache.mtp") for name in names)
+    assert any(term.name.startswith("drafter.") for term in without.terms)
+
+
+def test_weights_in_host_memory_do_not_count_on_the_device() -> None:
+    profile = resolve("qwen38fn-offload-2", platform="2x-rdna4-32g")
+    result = plan_profile(profile)
+    host = [term for term in result.terms if term.device == "host"]
+    assert host and sum(term.num_bytes for term in host) > 100 * GIB
+    assert result.total_bytes < 32 * GIB
+
+
+# --- profiles on machines ---
+
+
+def machine(memory: int, *gpus: int) -> Hardware:
+    cards = tuple(Accelerator(i, DeviceKind.CUDA, "some card", size, size) for i, size in enumerate(gpus))
+    return Hardware("p", 4, frozenset(), memory, memory, cards)
+
+
+def test_values_that_nobody_chose_are_lowered_to_fit_and_chosen_ones_are_not() -> None:
+    card = machine(64 * GIB, 32 * GIB)
+    profile = resolve("qwen38-nvfp4-1", hardware=card)
+    assert not plan_profile(profile).fits
+    lowered = fitted(profile)
+    assert plan_profile(lowered).fits
+    assert lowered.settings["max_sequences"].origin is Origin.MACHINE
+    assert lowered.settings["max_sequences"].recorded == 32
+    chosen = resolve("qwen38-nvfp4-1", hardware=card, flags={"max_context": 262144, "max_sequences": 32})
+    assert fitted(chosen) == chosen
+    by_flag = fitted(resolve("qwen38-nvfp4-1", hardware=card, flags={"max_sequences": 2}))
+    assert by_flag.value("max_sequences") == 2 and plan_profile(by_flag).fits
+
+
+def test_admit_gives_the_engine_the_planned_budget() -> None:
+    config, result = admit(resolve("smollm2-135m", hardware=machine(16 * GIB)))
+    assert result.cache is not None and config.cache.budget_bytes == result.cache.budget_bytes
+    assert config.device == "cpu"
+    with pytest.raises(Exception, match="does not fit"):
+        admit(resolve("smollm2-135m", hardware=machine(GIB // 2)))
+    with pytest.raises(Exception, match="does not run in this build"):
+        admit(resolve("glm53f-nvfp4-4", platform="4x-blackwell-96g"))
+
+
+def test_plan_on_the_command_line_for_a_machine_one_does_not_have(capsys: pytest.CaptureFixture[str]) -> None:
+    from slimserve.cli.main import main
+
+    assert main(["plan", "qwen38-nvfp4-1", "--gpu-memory", "48GiB", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["fits"] and data["device_total_bytes"] == 48 * GIB
+    assert all(set(term) == {"name", "bytes", "device", "source"} for term in data["terms"])
+    assert main(["plan", "qwen38-nvfp4-1", "--gpu-memory", "16GiB", "--json"]) == 3
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["shortfall_bytes"] > 0
+    assert shown.err.strip().count("\n") == 0 and "does not fit" in shown.err
+    assert main(["plan", "qwen38-nvfp4-1", "--gpu-memory", "much"]) == 2
+
+
+# --- the floor ---
+
+
+def test_distinct_experts_are_those_of_the_formula() -> None:
+    # 288 experts, 8 per token: the series that the formula gives at 1, 2, 4, ... rows.
+    expected = {1: 8, 2: 15.8, 4: 30.7, 8: 58.1, 16: 104.5, 32: 171.1, 64: 240.5}
+    for rows, count in expected.items():
+        assert distinct_experts(288, 8, rows) == pytest.approx(count, abs=0.06)
+    assert distinct_experts(0, 0, 4) == 0
+
+
+def test_the_floor_of_known_models() -> None:
+    """27B in NVFP4 and FP8 moves 19.1 GB of weights per token, GLM-5.3-Flash in two bits about 10 with its state."""
+    dense = step_floor(description("qwen38-nvfp4-1"), 1, context=0, bandwidth=4e12)
+    weights = sum(term.num_bytes for term in dense.terms if term.name.startswith("weights."))
+    assert weights == pytest.approx(19.1e9, rel=0.02)
+    experts = step_floor(description("glm53f-q2-1"), 1, context=0, bandwidth=4e12)
+    routed = next(term.num_bytes for term in experts.terms if term.name == "weights.expert")
+    assert routed == pytest.approx(2.4e9, rel=0.05)
+    assert 8e9 < experts.num_bytes < 11e9
+    assert experts.milliseconds == pytest.approx(1e3 * experts.num_bytes / 4e12)
+
+
+def test_the_floor_grows_with_context_and_rows_as_it_must() -> None:
+    model = description("qwen25-coder-0.5b")
+    one, far = (step_floor(model, 1, context=c, bandwidth=1e10) for c in (0, 1000))
+    assert far.num_bytes - one.num_bytes == pytest.approx(1000 * 12288)
+    many = step_floor(model, 8, context=0, bandwidth=1e10)
+    assert many.num_bytes < 1.2 * one.num_bytes and many.tokens_per_second > 6 * one.tokens_per_second
+    window = description("gemma3-270m")
+    grown = [step_floor(window, 1, context=c, bandwidth=1e10).num_bytes for c in (600, 1600)]
+    assert grown[1] - grown[0] == pytest.approx(1000 * 3 * 1024)  # three full layers grow, fifteen windows do not
+
+
+# --- plan and measurement ---
+
+
+def test_the_comparison_marks_what_leaves_its_margin() -> None:
+    result = plan("qwen25-coder-0.5b", 8192, 8)
+    exact = {term.name: term.num_bytes for term in result.terms if term.name != "reserve"}
+    rows = compare(result, exact)
+    assert all(row.within for row in rows) and rows[-1].name == "total" and rows[-1].difference == 0
+    grouped = compare(result, {"weights": 10 * GIB})
+    weights = next(row for row in grouped if row.name == "weights")
+    assert not weights.within and weights.measured == 10 * GIB
+    assert any(row.measured is None for row in grouped)
+    assert any(line.endswith("!") for line in comparison_lines(grouped))
+    assert not compare(result, {"total": 2 * result.total_bytes})[-1].within
+
+
+# --- pieces ---
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("24GiB", 24 * GIB), ("24 GB", 24 * 10**9), ("1.5g", 3 * GIB // 2), ("512MiB", GIB // 2), ("77", 77)],
+)
+def test_sizes(text: str, value: int) -> None:
+    assert parse_bytes(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1 parsec", "1e9"])
+def test_bad_sizes(text: str) -> None:
+    with pytest.raises(UsageError, match="not a size"):
+        parse_bytes(text)
+
+
+def test_sizes_are_shown_with_their_unit() -> None:
+    assert [format_bytes(n) for n in (5, 5 << 10, 5 << 20, 5 << 30)] == ["5 B", "5.0 KiB", "5.0 MiB", "5.00 GiB"]
+
+
+def test_layers_lists() -> None:
+    assert parse_layers("0-2,5") == {0, 1, 2, 5}
+    for bad in ("", "a", "1-", "-3", "1;2"):
+        with pytest.raises(UsageError):
+            parse_layers(bad)
+
+
+def test_side_scales_are_counted() -> None:
+    spec = next(s for s in description("nano-qwen3_5").config.parameters() if s.name == "layers.0.gate.weight")
+    rows, columns = spec.shape
+    assert parameter_bytes(FormatRule("*", "F8_E4M3", scales="channel"), spec) == rows * columns + 4 * rows
+    packed = rows * columns // 2
+    assert parameter_bytes(FormatRule("*", "E2M1_G16", scales="group16"), spec) == packed + rows * columns // 16 + 4
+    assert parameter_bytes(FormatRule("*", "INT4", scales="group128"), spec) == packed + 2 * rows * columns // 128
+
+
+def test_this_machine_is_seen_within_the_containers_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = hardware_module.detect()
+    assert 0 < here.memory_free <= here.memory_total and here.num_cores >= 1 and here.describe()
+    (tmp_path / "memory.max").write_text(str(3 * GIB), encoding="ascii")
+    (tmp_path / "memory.current").write_text(str(2 * GIB), encoding="ascii")
+    (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {GIB}\n", encoding="ascii")
+    (tmp_path / "cpu.max").write_text("150000 100000\n", encoding="ascii")
+    monkeypatch.setattr(hardware_module, "_cgroups", lambda: [tmp_path])
+    limited = hardware_module.detect()
+    assert limited.memory_total == 3 * GIB and limited.memory_free <= 2 * GIB
+    assert limited.num_cores == min(2, len(os.sched_getaffinity(0)))
+
+
+def test_pretended_machines() -> None:
+    other = pretend(machine(GIB), gpu_memory=24 * GIB, num_gpus=2, memory=8 * GIB)
+    assert len(other.accelerators) == 2 and other.memory_free == 8 * GIB and other.pretended
+    with pytest.raises(UsageError, match="no machine to plan for"):
+        pretend(machine(GIB), gpu_memory=5)
+
+
+def test_plan_json_is_plain_data() -> None:
+    json.dumps(plan_json(plan("qwen35-4b", 4096, 2)))
