@@ -125,7 +125,9 @@ def test_parts_of_different_formats_in_one_call_with_bias() -> None:
     fused = prepare_linear(parts, biases)
     x = torch.randn(21, 256)
     want = torch.cat([linear(x, prepare_linear([part])) for part in parts], dim=1)
-    want += torch.cat([bias if bias is not None else torch.zeros(part.shape[0]) for part, bias in zip(parts, biases, strict=True)])
+    want += torch.cat(
+        [bias if bias is not None else torch.zeros(part.shape[0]) for part, bias in zip(parts, biases, strict=True)]
+    )
     assert torch.equal(linear(x, fused), want)
     assert torch.equal(linear(x[4:5], fused), want[4:5])
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
+from test_cpu_linear import random_packed
 
 from slimserve.ops import NumericsConfig
 from slimserve.ops.cpu import library, rows, weights
 from slimserve.ops.reference import activation, attention, linear, norms, rotary
-from test_cpu_linear import random_packed
 
 if library.load_or_warn() is None:
     pytest.skip("no C++ compiler: the CPU kernels cannot be built", allow_module_level=True)
@@ -78,7 +80,9 @@ def test_page_writes(kv_dtype: torch.dtype) -> None:
     want = got.clone()
     rows.write_pages(values, got, slots)
     attention.write_pages(values, want, slots)
-    as_bytes = torch.uint8 if kv_dtype is torch.float8_e4m3fn else torch.int16 if kv_dtype.itemsize == 2 else torch.int32
+    as_bytes = (
+        torch.uint8 if kv_dtype is torch.float8_e4m3fn else torch.int16 if kv_dtype.itemsize == 2 else torch.int32
+    )
     assert torch.equal(got.view(as_bytes), want.view(as_bytes))
 
 
@@ -117,7 +121,9 @@ def test_attention(
     case = paged_case([1, 130, 700, 64], [1, 40, 3, 64], heads, dim, kv_dtype)
     options = {"scale": dim**-0.5, "window": window, "softcap": softcap, "max_q_len": 64, "max_context": 700}
     got = rows.paged_attention(*case, **options)
-    want = attention.paged_attention(*(t.nan_to_num() if t.is_floating_point() and t.dtype.itemsize > 1 else t for t in case), **options)
+    want = attention.paged_attention(
+        *(t.nan_to_num() if t.is_floating_point() and t.dtype.itemsize > 1 else t for t in case), **options
+    )
     assert torch.isfinite(got).all()
     close(got, want, 1e-5)
 
@@ -136,7 +142,7 @@ def test_attention_bits_do_not_depend_on_the_step() -> None:
         for threads in (1, 2):
             library.set_threads(threads)
             cuts = [0, 1, 64, 65, 200, 731, 1024, 1499, 1500]
-            parts = torch.cat([attend(a, b, window) for a, b in zip(cuts[:-1], cuts[1:], strict=True)])
+            parts = torch.cat([attend(a, b, window) for a, b in pairwise(cuts)])
             assert torch.equal(parts.view(torch.int32), whole.view(torch.int32))
     library.set_threads(library.available_cores())
     two_rows = rows.paged_attention(
@@ -171,7 +177,9 @@ def test_experts(formats: tuple[str, str], split: bool) -> None:
 
 def stack(parts: list) -> object:
     scales = {
-        name: torch.stack([p.scales[name] for p in parts]) if parts[0].scales[name].numel() > 1 else parts[0].scales[name]
+        name: torch.stack([p.scales[name] for p in parts])
+        if parts[0].scales[name].numel() > 1
+        else parts[0].scales[name]
         for name in parts[0].scales
     }
     return type(parts[0])(

@@ -93,7 +93,9 @@ def _cpu_identity() -> str:
     except OSError:
         return f"{platform.machine()} {platform.processor()}"
     wanted = {"model name", "flags", "Features", "CPU part"}
-    found = dict(line.split(":", 1) for line in reversed(lines) if ":" in line and line.split("\t")[0].strip() in wanted)
+    found = dict(
+        line.split(":", 1) for line in reversed(lines) if ":" in line and line.split("\t")[0].strip() in wanted
+    )
     return " ".join(f"{key.strip()}={value.strip()}" for key, value in sorted(found.items()))
 
 
@@ -165,7 +167,9 @@ def ensure_library() -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RefusalError(f"{target.parent} cannot be written ({error}); set SLIMSERVE_CACHE to a folder of yours.") from error
+        raise RefusalError(
+            f"{target.parent} cannot be written ({error}); set SLIMSERVE_CACHE to a folder of yours."
+        ) from error
     from filelock import FileLock
 
     with FileLock(str(target.parent) + ".lock", timeout=_COMPILE_SECONDS):
@@ -179,7 +183,9 @@ def describe() -> BuildReport:
     """What would serve CPU products on this machine, without building anything."""
     compiler = find_compiler()
     if compiler is None:
-        return BuildReport(None, None, False, "no C++ compiler: products run on slow torch references; pip install ziglang")
+        return BuildReport(
+            None, None, False, "no C++ compiler: products run on slow torch references; pip install ziglang"
+        )
     target = library_path(compiler)
     note = "built" if target.exists() else "will be built at first use"
     return BuildReport(f"{compiler.name} ({compiler.version})", str(target), target.exists(), note)

@@ -99,7 +99,9 @@ def rope(
     """See `slimserve.ops.rope`."""
     tokens, heads, dim = x.shape
     if x.stride(2) != 1 or rotary_dim > dim or rotary_dim % 2 or inv_freq.numel() != rotary_dim // 2:
-        raise ValueError(f"rope: x {tuple(x.shape)}, rotary_dim {rotary_dim}, {inv_freq.numel()} frequencies do not fit")
+        raise ValueError(
+            f"rope: x {tuple(x.shape)}, rotary_dim {rotary_dim}, {inv_freq.numel()} frequencies do not fit"
+        )
     if positions.dtype is not torch.int64 or not positions.is_contiguous():
         positions = positions.to(torch.int64).contiguous()
     if inv_freq.dtype is not torch.float32 or not inv_freq.is_contiguous():
@@ -142,10 +144,9 @@ def paged_attention(
     del max_q_len, max_context  # row_offsets and start_positions lie in host memory
     tokens, q_heads, dim = q.shape
     pages, kv_heads, page_tokens, key_dim = k.shape
-    if (
-        page_tokens != 64 or key_dim != dim or q_heads % kv_heads or v.shape[:3] != k.shape[:3] or v.dtype is not k.dtype
-        or q.stride(2) != 1 or not k.is_contiguous() or not v.is_contiguous() or block_table.stride(-1) != 1
-    ):  # fmt: skip
+    fits = page_tokens == 64 and key_dim == dim and q_heads % kv_heads == 0 and v.shape[:3] == k.shape[:3]
+    dense = q.stride(2) == 1 and k.is_contiguous() and v.is_contiguous() and block_table.stride(-1) == 1
+    if not fits or not dense or v.dtype is not k.dtype:
         raise ValueError(f"paged_attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit")
     if block_table.dtype is not torch.int32 or row_offsets.dtype is not torch.int32:
         block_table, row_offsets = block_table.to(torch.int32), row_offsets.to(torch.int32)
