@@ -21,21 +21,30 @@ from slimserve.serve.log import RequestLog
 from slimserve.serve.router import Router
 from slimserve.serve.server import open_socket
 from slimserve.serve.state import ServerState
+from slimserve.serve.text import TextModel
 
 
 class Harness:
     """One running server: its base URL, its log, its state and its engine client."""
 
     def __init__(
-        self, *, process: bool = False, limits: ServerLimits | None = None, api_key: str | None = None, **fake: Any
+        self,
+        *,
+        process: bool = False,
+        limits: ServerLimits | None = None,
+        api_key: str | None = None,
+        spec: EngineSpec | None = None,
+        text: TextModel | None = None,
+        **fake: Any,
     ) -> None:
+        """The fake engine with these arguments, or any other engine and text side."""
         self.log = io.StringIO()
         self.router = Router()
-        spec = EngineSpec("fake_engine:build", fake)
+        spec = spec or EngineSpec("fake_engine:build", fake)
         kind = ProcessEngine if process else ThreadEngine
         self.client: EngineClient = kind(spec, self.router, lambda *_: None)
         self.router.client = self.client
-        self.text = FakeText()
+        self.text = text or FakeText()
         self.state = ServerState(
             text=self.text,
             router=self.router,

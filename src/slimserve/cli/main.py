@@ -84,17 +84,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = [clean_argument(argument) for argument in (sys.argv[1:] if arguments is None else arguments)]
     try:
         result = build_app()(with_verb(given, verbs()), prog_name="slimserve", standalone_mode=False)
-    except typer.Abort:
-        return _INTERRUPTED
-    except KeyboardInterrupt:
-        say("interrupted")
-        return _INTERRUPTED
+    except (typer.Abort, KeyboardInterrupt):
+        result = _INTERRUPTED
     except BrokenPipeError:
         # The reader of our output left; nothing more can be said there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
         return _explain(error)
+    # Some versions of the option parser turn Ctrl-C into this code themselves.
+    if result == _INTERRUPTED:
+        say("interrupted")
     return int(result or 0)
 
 
