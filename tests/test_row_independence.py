@@ -1,4 +1,4 @@
-"""A row stands alone: ids and log probabilities are the same bits alone, in company, for any cut, preempted, on a hit."""
+"""A row stands alone: the same ids and log probabilities alone, in company, for any cut, preempted, on a hit."""
 
 from __future__ import annotations
 
