@@ -37,6 +37,11 @@ def safetensors_tensors(folder: SafetensorsFolder) -> LogicalTensors:
     return LogicalTensors(table.shapes, packed, table)
 
 
+def scale_name(weight: str) -> str:
+    """GGUF name of the multiplier that belongs to an NVFP4 weight."""
+    return f"{weight.removesuffix('.weight')}.scale"
+
+
 def gguf_tensors(file: GgufFile) -> LogicalTensors:
     """The weights of a GGUF model, where two forms keep scales apart.
 
@@ -47,7 +52,7 @@ def gguf_tensors(file: GgufFile) -> LogicalTensors:
     scales: dict[str, str] = {}
     for name, info in file.tensors.items():
         module = name.removesuffix(".weight")
-        scale = f"{name}_scale_inv" if info.format is I8 else f"{module}.scale" if info.format is NVFP4 else None
+        scale = f"{name}_scale_inv" if info.format is I8 else scale_name(name) if info.format is NVFP4 else None
         if scale is not None and scale in shapes:
             scales[name] = scale
             del shapes[scale]
