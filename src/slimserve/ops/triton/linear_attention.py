@@ -147,7 +147,7 @@ def _delta_rule_kernel(
 
 
 @triton.jit
-def _keep_rows_kernel(
+def keep_rows_kernel(
     source_ptr, ring_ptr, open_index_ptr, row_offsets_ptr, start_ptr, width, ring, BLOCK: tl.constexpr
 ):
     """Copy a row's last `ring` tokens [width] into its open buffer.
@@ -169,13 +169,14 @@ def _keep_rows_kernel(
         place += 1
 
 
-def _keep_rows(
+def keep_rows(
     source: torch.Tensor, ring: torch.Tensor, open_index: torch.Tensor, row_offsets: torch.Tensor, starts: torch.Tensor
 ) -> None:
+    """Copy each row's last tokens of source [T, ...] into its ring [num_open, ring, ...]; source is contiguous."""
     width = source[0].numel()
     block = min(1024, triton.next_power_of_2(width))
     grid = (row_offsets.numel() - 1, triton.cdiv(width, block))
-    _keep_rows_kernel[grid](
+    keep_rows_kernel[grid](
         source, ring, open_index, row_offsets, starts, width, ring.shape[1], BLOCK=block, num_warps=4
     )
 
@@ -213,8 +214,8 @@ def gated_delta_rule(
         PER_CHANNEL=g.dim() == 3, TILED=tiled,
         BK=triton.next_power_of_2(key_dim), BV=max(block_v, 16), C=CHUNK, num_warps=4,
     )  # fmt: skip
-    _keep_rows(k, open_k, open_index, row_offsets, start_positions)
-    _keep_rows(g, open_g, open_index, row_offsets, start_positions)
+    keep_rows(k, open_k, open_index, row_offsets, start_positions)
+    keep_rows(g, open_g, open_index, row_offsets, start_positions)
     return out
 
 
@@ -325,5 +326,5 @@ def causal_conv(
         x, open_conv, conv_tail, state_in, state_out, open_index, row_offsets, start_positions,
         channels, open_conv.shape[1], state_out.shape[1], WIDTH=width, BLOCK=block, C=CHUNK, num_warps=4,
     )  # fmt: skip
-    _keep_rows(x, open_conv, open_index, row_offsets, start_positions)
+    keep_rows(x, open_conv, open_index, row_offsets, start_positions)
     return out

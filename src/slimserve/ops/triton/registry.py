@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from slimserve.ops.resolver import Case, KernelEntry, Op
-from slimserve.ops.triton import attention, rows
+from slimserve.ops.triton import attention, linear_attention, rows, sparse
 
 KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 
@@ -33,10 +33,19 @@ def entries() -> tuple[KernelEntry, ...]:
         Op.SILU_MUL: rows.silu_mul,
         Op.GELU_TANH_MUL: rows.gelu_tanh_mul,
         Op.ROPE: rows.rope,
+        Op.LAYER_NORM: sparse.layer_norm,
+        Op.CAUSAL_CONV: linear_attention.causal_conv,
+        Op.DELTA_RULE: linear_attention.gated_delta_rule,
+        Op.HYPER_PRE: sparse.hyper_pre,
+        Op.HYPER_POST: sparse.hyper_post,
+        Op.ROUTE: sparse.route,
+        Op.UPDATE_POOLS: sparse.update_pools,
+        Op.SELECT_POOLS: sparse.select_pools,
     }
     paged: dict[Op, Callable[..., Any]] = {
         Op.WRITE_PAGES: rows.write_pages,
         Op.PAGED_ATTENTION: attention.paged_attention,
+        Op.LATENT_ATTENTION: sparse.latent_attention,
     }
     return tuple(
         KernelEntry(op, f"triton {op.value}", refuses, run)

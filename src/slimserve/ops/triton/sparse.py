@@ -1,0 +1,448 @@
+"""Triton kernels of sparse latent attention, its pooled indexer, hyper-connections and the expert router.
+
+A program owns one token (or one token and a group of heads, or one pool), and its loop bounds are functions of that
+token's absolute position, so bits do not depend on the launch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from slimserve.ops.triton.launch import INTERPRETED, NO_FUSION, cdiv, next_power
+from slimserve.ops.triton.linear_attention import keep_rows
+
+PAGE_TOKENS = 64
+HEAD_ROWS = 16
+LIST_BLOCK = 32
+SCORE_BLOCK = 64
+SCORE_WORKSPACE_BYTES = 256 << 20
+"""Scores are ranked for as many tokens at once as fit here; the rest follow."""
+
+_NOTHING = -3.0e38
+
+
+def token_rows(row_offsets: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """The row that owns each flat token: [T] int32."""
+    flat = torch.arange(num_tokens, device=row_offsets.device, dtype=row_offsets.dtype)
+    return torch.searchsorted(row_offsets[1:].contiguous(), flat, right=True).to(torch.int32)
+
+
+@triton.jit
+def _attend(
+    q, token, wanted, latent_ptr, table_ptr, table_base, col, live_col, scale, best, total, sum_,
+    DIM: tl.constexpr, PAGE: tl.constexpr, IEEE: tl.constexpr, NOTHING: tl.constexpr,
+):  # fmt: skip
+    """Fold the listed tokens [N] into the running softmax of q [M, C]: (maximum, mass, values)."""
+    page = tl.load(table_ptr + table_base + token // PAGE, mask=wanted, other=0).to(tl.int64)
+    place = (page * PAGE + token % PAGE) * DIM
+    keys = tl.load(latent_ptr + place[:, None] + col[None, :], mask=wanted[:, None] & live_col[None, :], other=0.0)
+    keys = keys.to(q.dtype)
+    if IEEE:
+        score = tl.dot(q, tl.trans(keys), input_precision="ieee")
+    else:
+        score = tl.dot(q, tl.trans(keys))
+    score = tl.where(wanted[None, :], score * (scale * 1.4426950408889634), NOTHING)
+    new_best = tl.maximum(best, tl.max(score, axis=1))
+    keep = tl.exp2(best - new_best)
+    weight = tl.where(wanted[None, :], tl.exp2(score - new_best[:, None]), 0.0)
+    total = tl.fma(total, keep, tl.sum(weight, axis=1))
+    sum_ = sum_ * keep[:, None]
+    if IEEE:
+        sum_ = tl.dot(weight.to(q.dtype), keys, sum_, input_precision="ieee")
+    else:
+        sum_ = tl.dot(weight.to(q.dtype), keys, sum_)
+    return new_best, total, sum_
+
+
+@triton.jit
+def _latent_kernel(
+    q_ptr, latent_ptr, table_ptr, pools_ptr, token_row_ptr, offsets_ptr, starts_ptr, out_ptr,
+    heads, table_stride, num_pools, scale,
+    POOL: tl.constexpr, LISTED: tl.constexpr, IEEE: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_H: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, NOTHING: tl.constexpr,
+):  # fmt: skip
+    flat = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    row = tl.load(token_row_ptr + flat).to(tl.int64)
+    position = tl.load(starts_ptr + row).to(tl.int64) + flat - tl.load(offsets_ptr + row).to(tl.int64)
+    table_base = row * table_stride
+    col = tl.arange(0, BLOCK_D)
+    live_col = col < DIM
+    mask = (head < heads)[:, None] & live_col[None, :]
+    place = (flat * heads + head)[:, None] * DIM + col[None, :]
+    q = tl.load(q_ptr + place, mask=mask, other=0.0)
+    if IEEE:
+        q = q.to(tl.float32)
+    best = tl.full((BLOCK_H,), NOTHING, tl.float32)
+    total = tl.zeros((BLOCK_H,), tl.float32)
+    sum_ = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
+    entry = tl.arange(0, BLOCK)
+    visible = (position + 1) // POOL
+    tail = tl.zeros((), tl.int64)
+    if LISTED:
+        tail = visible * POOL
+        count = tl.minimum(visible, num_pools) * POOL
+        first = tl.zeros((), tl.int64)
+        while first < count:
+            index = first + entry
+            pool = tl.load(pools_ptr + flat * num_pools + index // POOL, mask=index < count, other=-1).to(tl.int64)
+            wanted = (pool >= 0) & (pool < visible)
+            token = tl.where(wanted, pool * POOL + index % POOL, 0)
+            best, total, sum_ = _attend(
+                q, token, wanted, latent_ptr, table_ptr, table_base, col, live_col, scale, best, total, sum_,
+                DIM, PAGE, IEEE, NOTHING,
+            )  # fmt: skip
+            first += BLOCK
+    while tail <= position:
+        token = tail + entry
+        wanted = token <= position
+        best, total, sum_ = _attend(
+            q, tl.where(wanted, token, 0), wanted, latent_ptr, table_ptr, table_base, col, live_col, scale,
+            best, total, sum_, DIM, PAGE, IEEE, NOTHING,
+        )  # fmt: skip
+        tail += BLOCK
+    out = tl.where((total > 0.0)[:, None], sum_ / total[:, None], tl.where((total == total)[:, None], 0.0, sum_))
+    tl.store(out_ptr + place, out, mask=mask)
+
+
+def latent_attention(
+    q: torch.Tensor,
+    latent: torch.Tensor,
+    block_table: torch.Tensor,
+    pools: torch.Tensor | None,
+    row_offsets: torch.Tensor,
+    start_positions: torch.Tensor,
+    *,
+    scale: float,
+    pool: int,
+    max_context: int,
+) -> torch.Tensor:
+    """See ops.hybrid.latent_attention."""
+    num_tokens, heads, dim = q.shape
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if num_tokens == 0:
+        return out
+    rows = token_rows(row_offsets, num_tokens)
+    ieee = q.dtype == torch.float32 or INTERPRETED
+    listed = pools is not None
+    _latent_kernel[(num_tokens, cdiv(heads, HEAD_ROWS))](
+        q.contiguous(), latent, block_table, pools if pools is not None else rows, rows, row_offsets, start_positions,
+        out, heads, block_table.stride(0), pools.shape[1] if pools is not None else 0, scale,
+        POOL=pool, LISTED=listed, IEEE=ieee, PAGE=PAGE_TOKENS, BLOCK=LIST_BLOCK, BLOCK_H=HEAD_ROWS, DIM=dim,
+        BLOCK_D=max(16, next_power(dim)), NOTHING=_NOTHING, num_warps=8 if dim > 128 else 4, **NO_FUSION,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _pool_kernel(
+    keys_ptr, gates_ptr, ape_ptr, pages_ptr, raw_ptr, table_ptr, open_ptr, offsets_ptr, starts_ptr,
+    table_stride, ring,
+    POOL: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    begin = tl.load(offsets_ptr + row).to(tl.int64)
+    count = tl.load(offsets_ptr + row + 1).to(tl.int64) - begin
+    start = tl.load(starts_ptr + row).to(tl.int64)
+    pool = start // POOL + tl.program_id(1)
+    if pool >= (start + count) // POOL:
+        return
+    open_row = tl.load(open_ptr + row).to(tl.int64)
+    col = tl.arange(0, BLOCK_D)
+    live = col < DIM
+    best = tl.full((BLOCK_D,), -float("inf"), tl.float32)
+    for member in tl.static_range(POOL):
+        place = pool * POOL + member
+        fresh = place >= start
+        old = raw_ptr + (open_row * ring + place % ring) * (2 * DIM) + DIM
+        gate = tl.load(old + col, mask=tl.where(fresh, False, live), other=0.0)
+        gate += tl.load(gates_ptr + (begin + place - start) * DIM + col, mask=tl.where(fresh, live, False), other=0.0)
+        best = tl.maximum(best, gate + tl.load(ape_ptr + member * DIM + col, mask=live, other=0.0))
+    total = tl.zeros((BLOCK_D,), tl.float32)
+    mixed = tl.zeros((BLOCK_D,), tl.float32)
+    for member in tl.static_range(POOL):
+        place = pool * POOL + member
+        fresh = place >= start
+        old = raw_ptr + (open_row * ring + place % ring) * (2 * DIM)
+        source = (begin + place - start) * DIM
+        stale, now = tl.where(fresh, False, live), tl.where(fresh, live, False)
+        gate = tl.load(old + DIM + col, mask=stale, other=0.0) + tl.load(gates_ptr + source + col, mask=now, other=0.0)
+        key = tl.load(old + col, mask=stale, other=0.0) + tl.load(keys_ptr + source + col, mask=now, other=0.0)
+        weight = tl.exp(gate + tl.load(ape_ptr + member * DIM + col, mask=live, other=0.0) - best)
+        total += weight
+        mixed = tl.fma(weight, key, mixed)
+    per_page: tl.constexpr = PAGE // POOL
+    page = tl.load(table_ptr + row * table_stride + pool // per_page).to(tl.int64)
+    tl.store(pages_ptr + (page * per_page + pool % per_page) * DIM + col, mixed / total, mask=live)
+
+
+def update_pools(
+    keys: torch.Tensor,
+    gates: torch.Tensor,
+    ape: torch.Tensor,
+    pages: torch.Tensor,
+    raw: torch.Tensor,
+    block_table: torch.Tensor,
+    open_index: torch.Tensor,
+    row_offsets: torch.Tensor,
+    start_positions: torch.Tensor,
+) -> None:
+    """See ops.hybrid.update_pools. The open rows are written by a second launch, after every read of the ring."""
+    pool, dim = ape.shape
+    keys, gates = keys.float().contiguous(), gates.float().contiguous()
+    grid = (row_offsets.numel() - 1, keys.shape[0] // pool + 1)
+    _pool_kernel[grid](
+        keys, gates, ape.float().contiguous(), pages, raw, block_table, open_index, row_offsets, start_positions,
+        block_table.stride(0), raw.shape[1], POOL=pool, DIM=dim, BLOCK_D=next_power(dim), PAGE=PAGE_TOKENS,
+        num_warps=1, **NO_FUSION,
+    )  # fmt: skip
+    keep_rows(torch.cat([keys, gates], dim=1), raw, open_index, row_offsets, start_positions)
+
+
+@triton.jit
+def _rank(score, index):
+    """A total order as int64 >= 0: a higher score first, among equals the lower index, NaN last; index < 2^31."""
+    bits = score.to(tl.int32, bitcast=True)
+    # Negative floats count down as their magnitude grows.
+    ordered = tl.where(bits < 0, -1 - (bits & 0x7FFFFFFF), bits).to(tl.int64) + 2147483648
+    ordered = tl.where(score == score, ordered, 0)
+    return ordered * 2147483648 + (2147483647 - index.to(tl.int64))
+
+
+@triton.jit
+def _score_kernel(
+    q_ptr, weight_ptr, pages_ptr, table_ptr, token_row_ptr, offsets_ptr, starts_ptr, order_ptr,
+    heads, table_stride, order_stride, first_token, scale,
+    POOL: tl.constexpr, IEEE: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Ranks as int64: a higher number is a better pool, equal scores prefer the lower index; -1 = not visible."""
+    flat = first_token + tl.program_id(0).to(tl.int64)
+    pool = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(token_row_ptr + flat).to(tl.int64)
+    position = tl.load(starts_ptr + row).to(tl.int64) + flat - tl.load(offsets_ptr + row).to(tl.int64)
+    visible = pool < (position + 1) // POOL
+    out = order_ptr + tl.program_id(0).to(tl.int64) * order_stride + pool
+    stored = pool < order_stride
+    per_page: tl.constexpr = PAGE // POOL
+    col = tl.arange(0, BLOCK_D)
+    head = tl.arange(0, BLOCK_H)
+    live_col = col < DIM
+    page = tl.load(table_ptr + row * table_stride + pool // per_page, mask=visible, other=0).to(tl.int64)
+    place = (page * per_page + pool % per_page) * DIM
+    keys = tl.load(pages_ptr + place[:, None] + col[None, :], mask=visible[:, None] & live_col[None, :], other=0.0)
+    q = tl.load(
+        q_ptr + (flat * heads + head)[None, :] * DIM + col[:, None],
+        mask=(head < heads)[None, :] & live_col[:, None], other=0.0,
+    )  # fmt: skip
+    if IEEE:
+        dots = tl.dot(keys.to(tl.float32), q.to(tl.float32), input_precision="ieee")
+    else:
+        dots = tl.dot(keys.to(q.dtype), q)
+    weight = tl.load(weight_ptr + flat * heads + head, mask=head < heads, other=0.0)
+    dots = dots * scale
+    # A maximum would turn NaN into zero on some devices; NaN must rank last instead.
+    dots = tl.where(dots < 0.0, 0.0, dots)
+    score = tl.sum(dots * weight[None, :], axis=1)
+    tl.store(out, tl.where(visible, _rank(score, pool), -1), mask=stored)
+
+
+def select_pools(
+    queries: torch.Tensor,
+    head_weights: torch.Tensor,
+    pages: torch.Tensor,
+    block_table: torch.Tensor,
+    row_offsets: torch.Tensor,
+    start_positions: torch.Tensor,
+    *,
+    top_pools: int,
+    scale: float,
+    max_context: int,
+) -> torch.Tensor:
+    """See ops.hybrid.select_pools."""
+    num_tokens, heads, dim = queries.shape
+    pool = PAGE_TOKENS // pages.shape[1]
+    rows = token_rows(row_offsets, num_tokens)
+    most = max(1, max_context // pool)
+    chosen = torch.full((num_tokens, top_pools), -1, dtype=torch.int32, device=queries.device)
+    if most <= top_pools:  # every visible pool is chosen: nothing to rank
+        flat = torch.arange(num_tokens, device=queries.device)
+        visible = (start_positions[rows] + flat - row_offsets[rows] + 1) // pool
+        index = torch.arange(top_pools, device=queries.device)[None]
+        return torch.where(index < visible[:, None], index, -1).to(torch.int32)
+    queries, head_weights = queries.contiguous(), head_weights.float().contiguous()
+    ieee = queries.dtype == torch.float32 or INTERPRETED
+    chunk = max(1, min(num_tokens, SCORE_WORKSPACE_BYTES // (8 * most)))
+    order = torch.empty((chunk, most), dtype=torch.int64, device=queries.device)
+    for first in range(0, num_tokens, chunk):
+        count = min(chunk, num_tokens - first)
+        _score_kernel[(count, cdiv(most, SCORE_BLOCK))](
+            queries, head_weights, pages, block_table, rows, row_offsets, start_positions, order,
+            heads, block_table.stride(0), most, first, scale,
+            POOL=pool, IEEE=ieee, PAGE=PAGE_TOKENS, BLOCK=SCORE_BLOCK, BLOCK_H=max(16, next_power(heads)), DIM=dim,
+            BLOCK_D=max(16, next_power(dim)), num_warps=4, **NO_FUSION,
+        )  # fmt: skip
+        best = torch.topk(order[:count], top_pools, dim=1, sorted=False)
+        index = torch.where(best.values >= 0, best.indices, most).sort(dim=1).values
+        chosen[first : first + count] = torch.where(index < most, index, -1).to(torch.int32)
+    return chosen
+
+
+@triton.jit
+def _hyper_pre_kernel(
+    x_ptr, mixes_ptr, base_ptr, scale_ptr, collapsed_ptr, post_ptr, comb_ptr,
+    size, hidden, norm_eps, eps, iterations, S: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    x_ptr += token * size
+    mixes_ptr += token * (2 + S) * S
+    col = tl.arange(0, BLOCK)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, size, BLOCK):
+        x = tl.load(x_ptr + first + col, mask=first + col < size, other=0.0).to(tl.float32)
+        squares = tl.fma(x, x, squares)
+    inverse = 1.0 / tl.sqrt(tl.sum(squares, axis=0) / size + norm_eps)
+    i = tl.arange(0, S)
+    mix = tl.load(mixes_ptr + S + i) * inverse * tl.load(scale_ptr + 1) + tl.load(base_ptr + S + i)
+    tl.store(post_ptr + token * S + i, 2.0 / (1.0 + tl.exp(-mix)))
+    square = 2 * S + i[:, None] * S + i[None, :]
+    logits = tl.load(mixes_ptr + square) * inverse * tl.load(scale_ptr + 2) + tl.load(base_ptr + square)
+    comb = tl.exp(logits - tl.max(logits, axis=1)[:, None])
+    comb = comb / tl.sum(comb, axis=1)[:, None] + eps
+    comb = comb / (tl.sum(comb, axis=0)[None, :] + eps)
+    for _ in range(1, iterations):
+        comb = comb / (tl.sum(comb, axis=1)[:, None] + eps)
+        comb = comb / (tl.sum(comb, axis=0)[None, :] + eps)
+    tl.store(comb_ptr + token * S * S + i[:, None] * S + i[None, :], comb)
+    for first in range(0, hidden, BLOCK):
+        live = first + col < hidden
+        total = tl.zeros((BLOCK,), tl.float32)
+        for stream in tl.static_range(S):
+            mix = tl.load(mixes_ptr + stream) * inverse * tl.load(scale_ptr) + tl.load(base_ptr + stream)
+            x = tl.load(x_ptr + stream * hidden + first + col, mask=live, other=0.0).to(tl.float32)
+            total = tl.fma(x, tl.zeros_like(x) + (1.0 / (1.0 + tl.exp(-mix)) + eps), total)
+        tl.store(collapsed_ptr + token * hidden + first + col, total, mask=live)
+
+
+def hyper_pre(
+    streams: torch.Tensor,
+    mixes: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    norm_eps: float,
+    eps: float,
+    iterations: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See ops.hybrid.hyper_pre; the number of streams is a power of two."""
+    num_tokens, count, hidden = streams.shape
+    if next_power(count) != count:
+        raise ValueError(f"hyper_pre: {count} streams; the Triton kernel takes powers of two")
+    device = streams.device
+    collapsed = torch.empty(num_tokens, hidden, dtype=streams.dtype, device=device)
+    post = torch.empty(num_tokens, count, device=device)
+    comb = torch.empty(num_tokens, count, count, device=device)
+    if num_tokens:
+        _hyper_pre_kernel[(num_tokens,)](
+            streams.contiguous(), mixes.float().contiguous(), base, scale, collapsed, post, comb,
+            count * hidden, hidden, norm_eps, eps, iterations, S=count, BLOCK=min(2048, next_power(hidden)),
+            num_warps=4, **NO_FUSION,
+        )  # fmt: skip
+    return collapsed, post, comb
+
+
+@triton.jit
+def _hyper_post_kernel(
+    x_ptr, y_ptr, post_ptr, comb_ptr, out_ptr, hidden, S: tl.constexpr, BLOCK: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = col < hidden
+    y = tl.load(y_ptr + token * hidden + col, mask=live, other=0.0).to(tl.float32)
+    for target in tl.static_range(S):
+        total = y * tl.load(post_ptr + token * S + target)
+        for stream in tl.static_range(S):
+            x = tl.load(x_ptr + (token * S + stream) * hidden + col, mask=live, other=0.0).to(tl.float32)
+            total = tl.fma(x, tl.zeros_like(x) + tl.load(comb_ptr + (token * S + stream) * S + target), total)
+        tl.store(out_ptr + (token * S + target) * hidden + col, total, mask=live)
+
+
+def hyper_post(streams: torch.Tensor, block_out: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
+    """See ops.hybrid.hyper_post."""
+    num_tokens, count, hidden = streams.shape
+    out = torch.empty_like(streams, memory_format=torch.contiguous_format)
+    block = min(1024, next_power(hidden))
+    if num_tokens:
+        _hyper_post_kernel[(num_tokens, cdiv(hidden, block))](
+            streams.contiguous(), block_out.contiguous(), post, comb, out, hidden, S=count, BLOCK=block,
+            num_warps=4, **NO_FUSION,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _route_kernel(
+    logits_ptr, bias_ptr, ids_ptr, weights_ptr, experts, scaling,
+    K: tl.constexpr, BLOCK: tl.constexpr, NORMALISE: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BLOCK)
+    live = expert < experts
+    logits = tl.load(logits_ptr + token * experts + expert, mask=live, other=0.0)
+    scores = 1.0 / (1.0 + tl.exp(-logits))
+    ranked = scores + tl.load(bias_ptr + expert, mask=live, other=0.0)
+    rank = tl.where(live, _rank(ranked, expert), -1)
+    total = tl.zeros((), tl.float32)
+    for slot in tl.static_range(K):
+        here = rank == tl.max(rank, axis=0)
+        chosen = tl.sum(tl.where(here, expert, 0), axis=0)
+        weight = tl.sum(tl.where(here, scores, 0.0), axis=0)
+        rank = tl.where(here, -1, rank)
+        total += weight
+        tl.store(ids_ptr + token * K + slot, chosen)
+        tl.store(weights_ptr + token * K + slot, weight)
+    divisor = total + 1e-20 if NORMALISE else 1.0
+    for slot in tl.static_range(K):
+        weight = tl.load(weights_ptr + token * K + slot)
+        tl.store(weights_ptr + token * K + slot, weight / divisor * scaling)
+
+
+def route(
+    logits: torch.Tensor, bias: torch.Tensor, *, top_k: int, normalise: bool, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ops.hybrid.route."""
+    num_tokens, experts = logits.shape
+    ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(num_tokens, top_k, device=logits.device)
+    if num_tokens:
+        _route_kernel[(num_tokens,)](
+            logits.float().contiguous(), bias, ids, weights, experts, scaling,
+            K=top_k, BLOCK=next_power(experts), NORMALISE=normalise, num_warps=1, **NO_FUSION,
+        )  # fmt: skip
+    return ids, weights
+
+
+@triton.jit
+def _layer_norm_kernel(x_ptr, weight_ptr, bias_ptr, out_ptr, size, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, BLOCK)
+    live = col < size
+    x = tl.load(x_ptr + row * size + col, mask=live, other=0.0).to(tl.float32)
+    centred = tl.where(live, x - tl.sum(x, axis=0) / size, 0.0)
+    inverse = 1.0 / tl.sqrt(tl.sum(centred * centred, axis=0) / size + eps)
+    weight = tl.load(weight_ptr + col, mask=live, other=0.0)
+    bias = tl.load(bias_ptr + col, mask=live, other=0.0)
+    tl.store(out_ptr + row * size + col, tl.fma(centred * inverse, weight, bias), mask=live)
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """See ops.elementwise.layer_norm."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    size = x.shape[-1]
+    if x.numel():
+        _layer_norm_kernel[(x.numel() // size,)](
+            x.contiguous(), weight, bias, out, size, eps, BLOCK=next_power(size), num_warps=1, **NO_FUSION
+        )  # fmt: skip
+    return out

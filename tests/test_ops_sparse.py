@@ -1,0 +1,143 @@
+"""Sparse attention, indexer, hyper-connections, router: every implementation against its reference."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from slimserve.ops.reference import hyper, indexer, latent, norms, router
+
+
+def implementation(name: str):
+    """The module that serves on the CPU (C++), or the Triton kernels where they can run here."""
+    if name == "cpu":
+        from slimserve.ops.cpu import hybrid
+        from slimserve.ops.cpu.library import load_or_warn
+
+        if load_or_warn() is None:
+            pytest.skip("the C++ kernels cannot be built here")
+        return hybrid
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("no CUDA device and TRITON_INTERPRET is not 1")
+    from slimserve.ops.triton import sparse
+
+    return sparse
+
+
+pytestmark = pytest.mark.parametrize("name", ["cpu", "triton"])
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def device_of(name: str) -> str:
+    return DEVICE if name == "triton" else "cpu"
+
+
+def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 2e-6) -> None:
+    error = float((got.cpu().double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
+    assert error < tolerance, f"relative error {error:.2e}"
+
+
+ROWS = [(0, 7), (3, 1), (5, 30), (130, 2)]
+"""(start, q_len) of the rows of a step."""
+
+
+def layout(generator: torch.Generator):
+    starts = torch.tensor([start for start, _ in ROWS], dtype=torch.int32)
+    offsets = torch.tensor([0, *(q for _, q in ROWS)], dtype=torch.int32).cumsum(0).to(torch.int32)
+    pages = torch.randperm(20, generator=generator)[:12].view(4, 3).to(torch.int32) + 1
+    return starts, offsets, pages, torch.tensor([2, 1, 4, 3], dtype=torch.int32)
+
+
+def test_pools_and_selection(name: str) -> None:
+    ops, device = implementation(name), device_of(name)
+    generator = torch.Generator().manual_seed(1)
+    starts, offsets, table, opened = layout(generator)
+    num_tokens, pool, dim, heads = int(offsets[-1]), 4, 24, 16
+    keys, gates = (torch.randn(num_tokens, dim, generator=generator) for _ in range(2))
+    ape = torch.randn(pool, dim, generator=generator)
+    pages, raw = torch.randn(24, 16, dim, generator=generator), torch.randn(6, 20, 2 * dim, generator=generator)
+    own = [t.clone().to(device) for t in (pages, raw)]
+    indexer.update_pools(keys, gates, ape, pages, raw, table, opened, offsets, starts)
+    on = [t.to(device) for t in (keys, gates, ape)]
+    index = [t.to(device) for t in (table, opened, offsets, starts)]
+    ops.update_pools(*on, *own, *index)
+    close(own[0], pages)
+    assert torch.equal(own[1].cpu(), raw)
+
+    queries = torch.randn(num_tokens, heads, dim, generator=generator)
+    weights = torch.randn(num_tokens, heads, generator=generator)
+    settings = {"top_pools": 5, "scale": dim**-0.5, "max_context": 132}
+    expected = indexer.select_pools(queries, weights, pages, table, offsets, starts, **settings)
+    got = ops.select_pools(queries.to(device), weights.to(device), own[0], index[0], index[2], index[3], **settings)
+    assert torch.equal(got.cpu(), expected)
+    queries[3], weights[9] = float("nan"), float("inf")
+    got = ops.select_pools(queries.to(device), weights.to(device), own[0], index[0], index[2], index[3], **settings)
+    assert int(got.max()) < 33 and int(got.min()) >= -1
+
+    attended = torch.randn(num_tokens, 3, 40, generator=generator)
+    store = torch.randn(24, 64, 40, generator=generator)
+    for chosen in (expected, None):
+        reference = latent.latent_attention(
+            attended, store, table, chosen, offsets, starts, scale=0.2, pool=4, max_context=132
+        )
+        got = ops.latent_attention(
+            attended.to(device), store.to(device), index[0], None if chosen is None else chosen.to(device),
+            index[2], index[3], scale=0.2, pool=4, max_context=132,
+        )  # fmt: skip
+        close(got, reference)
+
+
+def test_equal_scores_prefer_the_lower_index(name: str) -> None:
+    ops, device = implementation(name), device_of(name)
+    pages = torch.zeros(3, 16, 16)
+    chosen = ops.select_pools(
+        torch.randn(1, 16, 16).to(device), torch.ones(1, 16).to(device), pages.to(device),
+        torch.tensor([[1, 2]], dtype=torch.int32).to(device), torch.tensor([0, 1], dtype=torch.int32).to(device),
+        torch.tensor([99], dtype=torch.int32).to(device), top_pools=6, scale=1.0, max_context=100,
+    )  # fmt: skip
+    assert chosen.tolist() == [[0, 1, 2, 3, 4, 5]]
+
+
+def test_hyper_connections(name: str) -> None:
+    ops, device = implementation(name), device_of(name)
+    generator = torch.Generator().manual_seed(2)
+    streams, out = torch.randn(5, 4, 50, generator=generator), torch.randn(5, 50, generator=generator)
+    mixes, base = torch.randn(5, 24, generator=generator), torch.randn(24, generator=generator)
+    scale = torch.randn(3, generator=generator)
+    settings = {"norm_eps": 1e-5, "eps": 1e-6, "iterations": 20}
+    expected = hyper.hyper_pre(streams, mixes, base, scale, **settings)
+    got = ops.hyper_pre(*(t.to(device) for t in (streams, mixes, base, scale)), **settings)
+    for one, other in zip(got, expected, strict=True):
+        close(one, other, 1e-5)
+    comb = got[2].double()
+    assert (comb.sum(1) - 1).abs().max() < 1e-4, "columns are normalised last"
+    close(
+        ops.hyper_post(streams.to(device), out.to(device), got[1], got[2]),
+        hyper.hyper_post(streams, out, *expected[1:]),
+        1e-5,
+    )
+
+
+def test_router_is_total(name: str) -> None:
+    ops, device = implementation(name), device_of(name)
+    generator = torch.Generator().manual_seed(3)
+    logits, bias = torch.randn(9, 12, generator=generator), torch.randn(12, generator=generator)
+    logits[1, 2:5] = logits[1, 2]
+    settings = {"top_k": 4, "normalise": True, "scaling": 2.5}
+    expected = router.route(logits, bias, **settings)
+    got = ops.route(logits.to(device), bias.to(device), **settings)
+    assert torch.equal(got[0].cpu(), expected[0])
+    close(got[1], expected[1])
+    logits[2], logits[3, 4], logits[4] = float("nan"), float("inf"), float("-inf")
+    ids, _ = ops.route(logits.to(device), bias.to(device), **settings)
+    assert int(ids.min()) >= 0 and int(ids.max()) < 12
+    assert all(len(set(row)) == 4 for row in ids.tolist())
+
+
+def test_layer_norm(name: str) -> None:
+    ops, device = implementation(name), device_of(name)
+    generator = torch.Generator().manual_seed(4)
+    x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((7, 50), (50,), (50,)))
+    close(ops.layer_norm(*(t.to(device) for t in (x, weight, bias)), 1e-6), norms.layer_norm(x, weight, bias, 1e-6))
