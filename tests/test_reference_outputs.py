@@ -29,7 +29,7 @@ def load(profile: str, activations: Activations) -> LoadedModel:
 def test_agrees_with_recorded_llama_cpp(profile: str) -> None:
     cases = recorded_cases(profile)
     model = load(profile, Activations.INT8).model
-    steps, disagreements, difference = compare(cases, lambda case: teacher_forced(model, case, torch.bfloat16))
+    steps, disagreements, difference = compare(cases, lambda case: teacher_forced(model, case, torch.float16))
     agreed = steps - len(disagreements)
     print(f"{profile}: {agreed} of {steps} agree, mean difference of the chosen token {difference:.4f} nat")
     for entry in disagreements:
@@ -39,9 +39,23 @@ def test_agrees_with_recorded_llama_cpp(profile: str) -> None:
     assert difference < 0.06
 
 
+LONG_PROMPT = 300
+"""Tokens of a prompt whose float32 oracle takes most of the time; such cases run with -m slow."""
+
+
 @pytest.mark.parametrize("profile", reference_outputs.FILES)
 def test_agrees_with_transformers_in_float32(profile: str) -> None:
-    cases = recorded_cases(profile)
+    compare_with_transformers(profile, slow=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("profile", reference_outputs.FILES)
+def test_agrees_with_transformers_on_long_prompts(profile: str) -> None:
+    compare_with_transformers(profile, slow=True)
+
+
+def compare_with_transformers(profile: str, *, slow: bool) -> None:
+    cases = [case for case in recorded_cases(profile) if (len(case["prompt_token_ids"]) > LONG_PROMPT) is slow]
     model = load(profile, Activations.FLOAT).model
     oracle = from_gguf_file(model_file(profile))
     steps, differing, worst = 0, [], 0.0
@@ -54,9 +68,10 @@ def test_agrees_with_transformers_in_float32(profile: str) -> None:
         expected = torch.log_softmax(logits.double(), dim=-1)
         worst = max(worst, float((own - expected)[expected > -12].abs().max()))
         for step in (own.argmax(-1) != expected.argmax(-1)).nonzero().flatten().tolist():
-            best = expected[step].topk(2).values
-            differing.append((case["name"], step, float(best[0] - expected[step, own[step].argmax()])))
+            margin = expected[step].max() - expected[step, own[step].argmax()]
+            differing.append((case["name"], step, float(margin)))
         steps += len(output)
     print(f"{profile}: {len(differing)} of {steps} argmax differ {differing}; largest difference {worst:.2e} nat")
+    assert steps > 0
     assert all(margin < TIE for _, _, margin in differing)
-    assert worst < 0.02
+    assert worst < 1e-3
