@@ -44,7 +44,7 @@ BOMBS = {
     "repetition": "{{ 'a' * 10 ** 12 }}",
     "repetition of a list": "{{ ([1] * 10 ** 11) | length }}",
     "power": "{{ 9 ** (9 ** 9) }}",
-    "product": "{% set ns = namespace(x=3) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}{{ ns.x }}",
+    "product": "{% set ns = namespace(x=3) %}{% for i in range(99) %}{% set ns.x = ns.x*ns.x %}{% endfor %}{{ ns.x }}",
     "plus": DOUBLING.replace("STEP", "ns.x + ns.x"),
     "tilde": DOUBLING.replace("STEP", "ns.x ~ ns.x"),
     "replace filter": DOUBLING.replace("STEP", "ns.x | replace('a', ns.x)"),
