@@ -128,12 +128,12 @@ CASES: list[tuple[str, str | None, dict[str, Any], str, str, list[list[Any]]]] =
     (XML_CALL, "qwen3_xml", {}, "", "", calls(OSLO)),
     (HERMES_CALL, "qwen25", {}, "", "", calls(OSLO)),
     # with text around, two of them, behind and inside reasoning
-    (f"I look.\n{HERMES_CALL}\nDone.\n", "hermes", {}, "", "I look.Done.\n", calls(OSLO)),
+    (f"I look.\n{HERMES_CALL}\nDone.\n", "hermes", {}, "", "I look.\nDone.\n", calls(OSLO)),
     (f"{HERMES_CALL}\n{HERMES_CALL}\n", "hermes", {}, "", "", calls(OSLO, OSLO)),
     (f"{GLM_CALL}{GLM_CALL}", "glm47", {}, "", "", calls(OSLO, OSLO)),
     (f"{XML_CALL}\n{XML_CALL}\n", "qwen3_xml", {}, "", "", calls(OSLO, OSLO)),
     (f"<think>x\n</think>\n\n{GLM_CALL}", "glm47", {}, "x", "", calls(OSLO)),
-    (f"<think>x {GLM_CALL} y</think>z", "glm47", {}, "xy", "z", calls(OSLO)),
+    (f"<think>x {GLM_CALL} y</think>z", "glm47", {}, "x\ny", "z", calls(OSLO)),
     (f"<think>x\n{HERMES_CALL}", "hermes", {}, "x", "", calls(OSLO)),
     (f"hm {XML_CALL}", "qwen3_xml", {"in_reasoning": True}, "hm", "", calls(OSLO)),
     # a function that the request does not declare is no call inside reasoning, and one outside
@@ -228,8 +228,8 @@ PIECES = st.sampled_from(
         "<think>", "</think>", "<tool_call>", "</tool_call>", "<function=", "<arg_key>", "</arg_key>", "<arg_value>",
         "</arg_value>", "<parameter=a>", "</parameter>", "</function>", "```json", "```", "<tools>", "</tools>",
         '{"name": "ping", "arguments": {', '{"name": "f"', '"arguments": ', '"}', "}", "{", '"', "\\", ", ",
-        ": ", "null",
-        "ping", "get_weather", "city", ">", "<", "\n", " ", "  \n", "x", "1", "é", "😀", HERMES_CALL, GLM_CALL, XML_CALL,
+        ": ", "null", "ping", "get_weather", "city", ">", "<", "\n", " ", "  \n", "x", "1", "é", "😀",
+        HERMES_CALL, GLM_CALL, XML_CALL,
     ]
 )  # fmt: skip
 

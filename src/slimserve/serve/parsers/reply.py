@@ -68,6 +68,8 @@ class ReplyParser:
         self._reader: CallReader | None = None
         self._num_calls = 0
         self._texts: dict[bool, list[str]] = {False: [], True: []}  # by whether it is reasoning
+        self._said: set[bool] = set()
+        self._torn = False  # a call stands between the last text and the next
         self._pieces: list[ToolCallDelta] = []
 
     def push(self, text: str) -> ReplyDelta:
@@ -106,8 +108,13 @@ class ReplyParser:
         return delta
 
     def _say(self, text: str) -> None:
-        if text:
-            self._texts[self._inside].append(text)
+        if not text:
+            return
+        if self._torn and self._inside in self._said and not text[0].isspace():
+            text = "\n" + text
+        self._torn = False
+        self._said.add(self._inside)
+        self._texts[self._inside].append(text)
 
     def _step(self) -> bool:
         """Take what is certain; False when more text is needed."""
@@ -238,7 +245,7 @@ class ReplyParser:
             if not accepted and status in (Status.ACCEPTED, Status.DONE):
                 self._pieces.append(ToolCallDelta(self._num_calls, self._new_id(), reader.name, ""))
                 self._num_calls += 1
-                self._space = ""
+                self._space, self._torn = "", True
             if status is Status.REJECTED:
                 self._reject()
                 return True
