@@ -17,6 +17,7 @@ from slimserve.engine.inputs import InputBuffers
 from slimserve.engine.request import FinishReason, Request, SamplingParams
 from slimserve.engine.runner import Runner
 from slimserve.engine.scheduler import Scheduler
+from slimserve.engine.speculate import SpeculationControl
 from slimserve.engine.step import RequestOutput
 from slimserve.errors import RequestError
 from slimserve.models.contract import CacheKind
@@ -30,7 +31,13 @@ class OracleDrafter:
     def __init__(self, rng: random.Random, kinds, right: float) -> None:
         self._rng, self._kinds, self._right = rng, kinds, right
 
-    def propose(self, request: Request, limit: int) -> tuple[int, ...]:
+    def propose(self, requests: list[Request], limits: list[int]) -> list[tuple[int, ...]]:
+        return [self._propose(request, limit) for request, limit in zip(requests, limits, strict=True)]
+
+    def release(self, request_id: str) -> None:
+        """Nothing is kept."""
+
+    def _propose(self, request: Request, limit: int) -> tuple[int, ...]:
         count = self._rng.randint(0, limit)
         known = [*request.prompt_token_ids, *request.output_token_ids]
         draft = continuation(known, count, self._kinds)
@@ -95,7 +102,7 @@ class House:
             self.cache,
             end_token_ids=frozenset({END_TOKEN}),
             drafter=self.drafter,
-            max_draft=MAX_DRAFT,
+            control=SpeculationControl(MAX_DRAFT, measured=False),
             clock=lambda: self.now,
         )
         self.model = FakeModel(kinds, max_context)

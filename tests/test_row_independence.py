@@ -13,9 +13,10 @@ import tiny_hybrids
 import tiny_models
 import torch
 
-from slimserve.engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from slimserve.engine.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculationConfig
 from slimserve.engine.loop import Engine
 from slimserve.engine.request import Request, SamplingParams
+from slimserve.engine.speculate import Drafter
 from slimserve.weights.loader import LoadedModel, load_model
 
 WHOLE = 1024
@@ -43,7 +44,9 @@ class Rig:
         rng = random.Random(5)
         self.prompt = [rng.randrange(1, self.vocab_size) for _ in range(prompt)]
 
-    def engine(self, token_budget: int = WHOLE, *, prefix_caching: bool = True) -> Engine:
+    def engine(
+        self, token_budget: int = WHOLE, *, prefix_caching: bool = True, drafter: Drafter | None = None
+    ) -> Engine:
         return Engine(
             self.loaded.model,
             EngineConfig(
@@ -54,8 +57,10 @@ class Rig:
                     token_budget=token_budget,
                     mixed_prefill_budget=token_budget,
                 ),
+                speculation=SpeculationConfig(max_draft=6, measured=False),
                 numerics=self.loaded.numerics,
             ),
+            drafter=drafter,
         )
 
     def run(
@@ -191,7 +196,13 @@ class _RandomDrafts:
         self._expected, self._num_prompt = expected, num_prompt
         self._rng = random.Random(1)
 
-    def propose(self, request: Request, limit: int) -> tuple[int, ...]:
+    def propose(self, requests: list[Request], limits: list[int]) -> list[tuple[int, ...]]:
+        return [self._propose(request, limit) for request, limit in zip(requests, limits, strict=True)]
+
+    def release(self, request_id: str) -> None:
+        """Nothing is kept."""
+
+    def _propose(self, request: Request, limit: int) -> tuple[int, ...]:
         if request.request_id != "watched":
             return tuple(self._rng.randrange(100) for _ in range(self._rng.randint(0, limit)))
         done = len(request.output_token_ids)
@@ -202,8 +213,7 @@ class _RandomDrafts:
 @pytest.mark.parametrize("name", ["greedy", "seeded"])
 def test_with_drafts(rig: Rig, alone: dict[str, Reply], name: str) -> None:
     drafter = _RandomDrafts(alone[name].token_ids, len(rig.prompt))
-    engine = rig.engine(64)
-    engine.scheduler._drafter, engine.scheduler._max_draft = drafter, 4
+    engine = rig.engine(64, drafter=drafter)
     reply = rig.run(engine, GREEDY if name == "greedy" else SEEDED, others=7)
     same(reply, alone[name], "drafts")
     counters = engine.scheduler.counters

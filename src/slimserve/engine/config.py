@@ -9,7 +9,16 @@ import torch
 
 from slimserve.ops.numerics import Activations, NumericsConfig
 
-__all__ = ["Activations", "CacheConfig", "CacheDtype", "EngineConfig", "NumericsConfig", "SchedulerConfig"]
+__all__ = [
+    "Activations",
+    "CacheConfig",
+    "CacheDtype",
+    "DrafterKind",
+    "EngineConfig",
+    "NumericsConfig",
+    "SchedulerConfig",
+    "SpeculationConfig",
+]
 
 
 class CacheDtype(Enum):
@@ -63,6 +72,27 @@ class SchedulerConfig:
     ageing_steps: int = 64
 
 
+class DrafterKind(Enum):
+    """What proposes tokens."""
+
+    NONE = "none"
+    LOOKUP = "lookup"
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationConfig:
+    """Drafting. It changes how fast a reply comes, never what it says.
+
+    max_draft: most drafted tokens of a request in a step, 1 .. 15. schedule: rows (from, to, k) over the number of
+    decoding requests; k bounds the draft there, 0 = none. measured: turn drafting off while it does not pay.
+    """
+
+    drafter: DrafterKind = DrafterKind.NONE
+    max_draft: int = 8
+    schedule: tuple[tuple[int, int, int], ...] = ()
+    measured: bool = True
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Everything the engine needs besides the model."""
@@ -71,4 +101,5 @@ class EngineConfig:
     num_threads: int | None = None
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     numerics: NumericsConfig = field(default_factory=NumericsConfig)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 
 import torch
@@ -11,15 +12,17 @@ from slimserve.cache.budget import CacheDemand, CachePlan, full_budget, plan_cac
 from slimserve.cache.manager import CacheManager
 from slimserve.cache.prefix import CacheIdentity
 from slimserve.cache.storage import CacheStorage
-from slimserve.engine.config import EngineConfig
+from slimserve.engine.config import DrafterKind, EngineConfig
 from slimserve.engine.inputs import InputBuffers
 from slimserve.engine.messages import EngineInfo, EngineStats
 from slimserve.engine.request import FinishReason, Request
 from slimserve.engine.runner import Runner
-from slimserve.engine.scheduler import Drafter, Scheduler
-from slimserve.engine.step import RequestOutput
-from slimserve.errors import RequestError, RunError
+from slimserve.engine.scheduler import Scheduler
+from slimserve.engine.speculate import Drafter, PromptLookup, SpeculationControl
+from slimserve.engine.step import RequestOutput, StepPlan, StepResult
+from slimserve.errors import RequestError, RunError, UsageError
 from slimserve.models.contract import Model
+from slimserve.models.recurrent import MAX_DRAFT_TOKENS
 
 logger = logging.getLogger("slimserve.engine")
 
@@ -41,11 +44,11 @@ class Engine:
         end_token_ids: frozenset[int] = frozenset(),
         identity: CacheIdentity | None = None,
         drafter: Drafter | None = None,
-        max_draft: int = 0,
     ) -> None:
         """Allocate caches and buffers; raises RefusalError where the budget cannot hold one longest request.
 
         `identity` names model and weights in the prefix index; `end_token_ids` end every reply without ignore_eos.
+        `drafter` takes the place of the one that config.speculation names.
         """
         self.model = model
         self.config = config
@@ -67,10 +70,16 @@ class Engine:
             storage=storage,
             prefix_caching=config.cache.prefix_caching,
         )
+        speculation = config.speculation
+        if not 1 <= speculation.max_draft <= MAX_DRAFT_TOKENS:
+            raise UsageError(f"max_draft is {speculation.max_draft}; it must be 1 .. {MAX_DRAFT_TOKENS}")
+        if drafter is None and speculation.drafter is DrafterKind.LOOKUP:
+            drafter = PromptLookup(speculation.max_draft)
+        self.control = SpeculationControl(speculation.max_draft, speculation.schedule, measured=speculation.measured)
         self.scheduler = Scheduler(
-            limits, self.cache, end_token_ids=end_token_ids, drafter=drafter, max_draft=max_draft
+            limits, self.cache, end_token_ids=end_token_ids, drafter=drafter, control=self.control
         )
-        most_tokens = limits.token_budget + limits.max_sequences * (1 + max_draft)
+        most_tokens = limits.token_budget + limits.max_sequences * (1 + speculation.max_draft)
         buffers = InputBuffers(specs, limits.max_sequences, most_tokens, demand.max_context, device)
         self.runner = Runner(
             model,
@@ -116,7 +125,9 @@ class Engine:
             if not plan.rows:
                 return self.scheduler.take_ended()
             self._num_steps += 1
+            started = time.perf_counter()
             result = self.runner.run(plan)
+            self._observe(plan, result, time.perf_counter() - started)
         except Exception as error:
             logger.exception("a step failed")
             self._failed_steps += 1
@@ -131,6 +142,13 @@ class Engine:
             return self._break(f"a step's results could not be taken in: {type(error).__name__}: {error}")
         self._failed_steps = 0
         return outputs
+
+    def _observe(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        """Tell the control of drafting what a step that only decoded cost and brought."""
+        if all(row.q_len == 1 + len(row.draft) for row in plan.rows):
+            drafted = any(row.draft for row in plan.rows)
+            num_tokens = sum(len(row.token_ids) for row in result.rows)
+            self.control.observe(len(plan.rows), drafted, num_tokens, seconds)
 
     def _break(self, message: str) -> list[RequestOutput]:
         """End everything without touching the caches' books, which may be wrong."""
@@ -151,6 +169,8 @@ class Engine:
             cut_by=dict(counters.cut_by),
             num_preemptions=counters.num_preemptions,
             num_steps=self._num_steps,
+            num_drafted=counters.drafted_tokens,
+            num_accepted=counters.accepted_tokens,
         )
 
     def info(self, facts: dict[str, str] | None = None) -> EngineInfo:

@@ -44,7 +44,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     """Counters and gauges of an engine at one moment.
 
     cache_used and cache_total are in bytes. prefix_query_tokens counts prompt tokens looked up,
-    prefix_hit_tokens those reused; cut_by counts requests whose hit was shortened, by the group that cut it.
+    prefix_hit_tokens those reused; num_drafted counts drafted tokens, num_accepted those that held; cut_by counts requests whose hit was shortened, by the group that cut it.
     """
 
     num_waiting: int = 0
@@ -56,6 +56,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     cut_by: dict[str, int] = {}
     num_preemptions: int = 0
     num_steps: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):

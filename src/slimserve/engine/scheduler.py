@@ -13,12 +13,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from slimserve.cache.contract import PrefixHit
 from slimserve.cache.manager import CacheManager, CacheSequence, Prompt
 from slimserve.engine.config import SchedulerConfig
 from slimserve.engine.request import FinishReason, Request, RequestState, TokenLogprob
+from slimserve.engine.speculate.contract import Drafter
+from slimserve.engine.speculate.control import SpeculationControl
 from slimserve.engine.step import RequestOutput, Row, RowResult, StepPlan, StepResult
 from slimserve.errors import RequestError
 from slimserve.layers.contract import BLOCK_TOKENS
@@ -26,14 +27,6 @@ from slimserve.layers.contract import BLOCK_TOKENS
 _LEAST_PREFILL = 16
 _SCORED_CHUNK = 64
 """Most tokens of a row whose prompt log probabilities are wanted: each needs a row of logits."""
-
-
-class Drafter(Protocol):
-    """Proposes tokens that a step then verifies."""
-
-    def propose(self, request: Request, limit: int) -> tuple[int, ...]:
-        """At most `limit` tokens that may follow the request's committed ones; () where nothing is worth trying."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +83,7 @@ class Scheduler:
         *,
         end_token_ids: frozenset[int] = frozenset(),
         drafter: Drafter | None = None,
-        max_draft: int = 0,
+        control: SpeculationControl | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters = SchedulerCounters()
@@ -98,7 +91,7 @@ class Scheduler:
         self._cache = cache
         self._end_token_ids = end_token_ids
         self._drafter = drafter
-        self._max_draft = max_draft
+        self._control = control or SpeculationControl(0)
         self._clock = clock
         self._jobs: dict[str, Job] = {}
         self._timed: dict[str, Job] = {}
@@ -195,9 +188,10 @@ class Scheduler:
         """The rows of the next step; none only where nothing waits or runs."""
         self._expire()
         rows: dict[int, Row] = {}
-        for job in [job for job in self._running if job.num_pending == 1]:
+        decoding = [job for job in self._running if job.num_pending == 1]
+        for job, draft in zip(decoding, self._drafts(decoding), strict=True):
             if job.sequence is not None:
-                self._plan_decode(job, rows)
+                self._plan_decode(job, draft, rows)
         budget = self._config.token_budget - sum(row.q_len for row in rows.values())
         if rows:
             budget = min(budget, self._config.mixed_prefill_budget)
@@ -209,10 +203,9 @@ class Scheduler:
             job.in_flight = job.serial in rows
         return StepPlan(tuple(rows.values()))
 
-    def _plan_decode(self, job: Job, rows: dict[int, Row]) -> None:
+    def _plan_decode(self, job: Job, draft: tuple[int, ...], rows: dict[int, Row]) -> None:
         request, sequence = job.request, job.sequence
         assert sequence is not None
-        draft = self._draft(request)
         last = (request.output_token_ids or request.prompt_token_ids)[-1]
         end = request.num_tokens + len(draft)
         if draft and not self._cache.reserve(sequence, end, len(draft)):
@@ -220,11 +213,23 @@ class Scheduler:
         if draft or self._reserve(job, end, rows):
             rows[job.serial] = Row(request, sequence, request.num_computed, (last, *draft), draft, 1 + len(draft))
 
-    def _draft(self, request: Request) -> tuple[int, ...]:
-        if self._drafter is None or not request.speculate or not request.output_token_ids:
-            return ()
-        limit = min(self._max_draft, request.max_tokens - len(request.output_token_ids) - 1)
-        return self._drafter.propose(request, limit) if limit > 0 else ()
+    def _drafts(self, decoding: Sequence[Job]) -> list[tuple[int, ...]]:
+        """What each decoding request may try beyond its next token."""
+        drafts: list[tuple[int, ...]] = [()] * len(decoding)
+        limit = self._control.draft_length(len(decoding)) if self._drafter is not None and decoding else 0
+        if self._drafter is None or not limit:
+            return drafts
+        places, requests, limits = [], [], []
+        for place, job in enumerate(decoding):
+            request = job.request
+            left = request.max_tokens - len(request.output_token_ids) - 1
+            if request.speculate and request.output_token_ids and left > 0:
+                places.append(place)
+                requests.append(request)
+                limits.append(min(limit, left))
+        for place, draft in zip(places, self._drafter.propose(requests, limits), strict=True):
+            drafts[place] = draft
+        return drafts
 
     def _plan_prefill(self, rows: dict[int, Row], budget: int) -> None:
         begun = [job for job in self._running if job.num_pending > 1 and job.serial not in rows]
@@ -443,6 +448,8 @@ class Scheduler:
         self.counters.finished[reason.value] += 1
         del self._jobs[request.request_id]
         self._timed.pop(request.request_id, None)
+        if self._drafter is not None:
+            self._drafter.release(request.request_id)
         (self._waiting if job.sequence is None else self._running).remove(job)
         if job.sequence is not None and not job.in_flight:
             (self._cache.discard if discard else self._cache.release)(job.sequence)
