@@ -119,5 +119,8 @@ class FakeText:
     def stop_stream(self, stops: Sequence[str]) -> FakeStops:
         return FakeStops(stops)
 
-    def reply_parser(self, *, prompt_token_ids: Sequence[int], tools: bool) -> FakeParser:
-        return FakeParser(tools)
+    def reply_parser(self, *, prompt_token_ids: Sequence[int], tools: Sequence[dict[str, Any]] | None) -> FakeParser:
+        return FakeParser(bool(tools))
+
+    def least_tokens(self, num_characters: int) -> int:
+        return num_characters

@@ -75,7 +75,7 @@ def test_chat_caches_and_control_look_alikes(server: Harness) -> None:
         assert first.choices[0].message.content == second.choices[0].message.content
         assert second.usage is not None and second.usage.prompt_tokens_details is not None
         assert (second.usage.prompt_tokens_details.cached_tokens or 0) >= 64
-        ids = client.post("/../tokenize", cast_to=object, body={"messages": messages})["tokens"]  # type: ignore[index]
+        ids = client.post("/../tokenize", cast_to=object, body={"messages": body["messages"]})["tokens"]  # type: ignore[index]
         ends = server.text.tokenizer.token_id("<|im_end|>")  # type: ignore[attr-defined]
         assert ids.count(ends) == 2, "the template closes two turns; the message's look-alike is text"
 

@@ -75,7 +75,12 @@ def open_model(profile: str | None, model: str | None, flags: EngineFlags, *, se
     config, _ = admit(resolve(profile, model=model, flags={**flags.settings(), **alone}, device=device))
     path = resolved.model_path(TerminalProgress())
     source = open_source(Path(path))
-    text = model_text(source, resolved.description.vocab_size)
+    text = model_text(
+        source,
+        resolved.description.vocab_size,
+        reasoning=resolved.reasoning_parser,
+        calls=resolved.tool_parser,
+    )
     names = (resolved.served_name, resolved.name) if resolved.served_name != resolved.name else (resolved.name,)
     spec = EngineSettings(
         path=str(path), name=resolved.name, config=encode_config(config), end_token_ids=sorted(text.end_token_ids)

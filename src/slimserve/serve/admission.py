@@ -11,6 +11,7 @@ from slimserve.engine.request import SamplingParams
 from slimserve.errors import RequestError
 from slimserve.serve import limits
 from slimserve.serve.protocol import GenerationFields
+from slimserve.serve.text import TextModel
 
 _SEED_MASK = 2**63 - 1
 
@@ -33,6 +34,18 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> No
             f"`{param}`: token id {bad} is outside the vocabulary of {vocab_size} tokens",
             param=param,
             code="invalid_token_id",
+        )
+
+
+def check_characters(num_characters: int, model: TextModel, info: EngineInfo, param: str) -> None:
+    """Refuse a text that is too long whatever its tokens are, before the work of tokenizing it."""
+    least = model.least_tokens(num_characters)
+    if least > info.max_request_tokens:
+        raise RequestError(
+            f"the prompt has {num_characters} characters, at least {least} tokens; this server takes at most "
+            f"{info.max_request_tokens} tokens of prompt and reply together",
+            param=param,
+            code="context_length_exceeded",
         )
 
 

@@ -196,7 +196,14 @@ class _Choice:
 class ChatReply:
     """Turns deltas into chunks; the whole reply is the sum of the chunks."""
 
-    def __init__(self, state: ServerState, body: ChatBody, prompt_token_ids: list[int], n: int, tools: bool) -> None:
+    def __init__(
+        self,
+        state: ServerState,
+        body: ChatBody,
+        prompt_token_ids: list[int],
+        n: int,
+        tools: list[dict[str, Any]] | None,
+    ) -> None:
         self._state = state
         self._body = body
         self._id = f"chatcmpl-{state.fingerprint}"
@@ -320,6 +327,7 @@ async def chat_completions(state: ServerState, request: Request, row: RequestRow
     n = body.n or 1
     place = state.enter(n)
     try:
+        admission.check_characters(messages_size(messages), state.text, state.router.info, "messages")
         size = messages_size(messages) + (limits.INLINE_BODY_BYTES if tools else 0)
         prompt = await off_loop(size, state.text.encode_chat, messages, tools, kwargs)
         generation = _prepare(state, row, place, body, prompt, n)
@@ -327,7 +335,7 @@ async def chat_completions(state: ServerState, request: Request, row: RequestRow
     except BaseException:
         place.leave()
         raise
-    reply = ChatReply(state, body, prompt, n, bool(tools))
+    reply = ChatReply(state, body, prompt, n, tools)
     return await respond(state, request, row, body, generation, reply)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from slimserve.engine.messages import EngineInfo
 from slimserve.engine.request import TokenLogprob
 from slimserve.errors import RequestError
 from slimserve.serve import admission, limits
@@ -60,11 +61,14 @@ def read_prompts(value: Any, model: TextModel) -> list[str | list[int]]:
     return list(value)
 
 
-def encode_prompts(prompts: list[str | list[int]], model: TextModel, *, with_text: bool) -> list[Prompt]:
+def encode_prompts(
+    prompts: list[str | list[int]], model: TextModel, info: EngineInfo, *, with_text: bool
+) -> list[Prompt]:
     """Tokenize what is text; decode what is ids where the client wants its text back."""
     found: list[Prompt] = []
     for prompt in prompts:
         if isinstance(prompt, str):
+            admission.check_characters(len(prompt), model, info, "prompt")
             found.append(Prompt(model.encode(prompt), prompt))
         else:
             found.append(Prompt(prompt, model.decode(prompt) if with_text else ""))
@@ -192,7 +196,12 @@ async def completions(state: ServerState, request: Request, row: RequestRow) -> 
     place = state.enter(len(inputs) * n)
     try:
         prompts = await off_loop(
-            sum(len(item) for item in inputs), encode_prompts, inputs, state.text, with_text=bool(body.echo)
+            sum(len(item) for item in inputs),
+            encode_prompts,
+            inputs,
+            state.text,
+            state.router.info,
+            with_text=bool(body.echo),
         )
         generation = _prepare(state, row, place, body, prompts, n)
         await generation.start()

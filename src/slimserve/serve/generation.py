@@ -78,6 +78,10 @@ class Generation:
                 self._job.end(index)
             yield index, delta
 
+    def more_ready(self) -> bool:
+        """Whether the next delta is there without waiting."""
+        return self._job.more_ready
+
     def close(self) -> None:
         """Abort what has not ended and give the places back; idempotent."""
         self._job.close()

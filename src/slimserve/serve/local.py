@@ -98,7 +98,6 @@ class Reply:
     submission: Submit
     stops: Sequence[str]
     chat: bool
-    tools: bool = False
     rates: Rates = field(default_factory=Rates)
     token_ids: list[int] = field(default_factory=list)
 
@@ -118,7 +117,7 @@ class Reply:
         text = self.model.text
         prompt = self.submission.prompt_token_ids
         choice = ChoiceText(text, prompt, self.stops, chat=self.chat)
-        parser = text.reply_parser(prompt_token_ids=prompt, tools=self.tools) if self.chat else None
+        parser = text.reply_parser(prompt_token_ids=prompt, tools=None) if self.chat else None
         self.rates.num_prompt_tokens = len(prompt)
         first_at: float | None = None
         while not choice.finished:

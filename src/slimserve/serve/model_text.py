@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from slimserve.serve.detokenize import Detokenizer
+from slimserve.serve.parsers import (
+    CallFormat,
+    ReasoningFormat,
+    ToolSet,
+    call_format,
+    detect_call_format,
+    detect_reasoning_format,
+    opens_reasoning,
+    reasoning_format,
+)
+from slimserve.serve.parsers import ReplyParser as FormatParser
 from slimserve.serve.stop_strings import StopMatcher
-from slimserve.serve.text import ReplyDelta, ReplyParser, StopStream, TextStream
+from slimserve.serve.text import ReplyParser, StopStream, TextStream
 from slimserve.weights.chat_template import (
     NO_TEMPLATE,
     ChatTemplate,
@@ -17,27 +28,37 @@ from slimserve.weights.chat_template import (
 from slimserve.weights.source import Container, Source
 from slimserve.weights.tokenizer import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf
 
+Form = TypeVar("Form")
 
-class PlainParser:
-    """The parser of models whose replies are content and nothing else."""
+_PROMPT_END = 16
+"""Tokens at a prompt's end that may open the reasoning."""
 
-    def push(self, text: str) -> ReplyDelta:
-        """All of it is content."""
-        return ReplyDelta(content=text)
-
-    def flush(self) -> ReplyDelta:
-        """Nothing is ever held."""
-        return ReplyDelta()
+_INNER_MARKUP = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<parameter", "</parameter>", "</function>")
 
 
 class ModelText:
     """See slimserve.serve.text.TextModel."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, vocab_size: int) -> None:
-        """`vocab_size`: rows of the model's embedding, which may be more than the tokenizer names."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        vocab_size: int,
+        *,
+        reasoning: str = "",
+        calls: str = "",
+    ) -> None:
+        """`vocab_size`: rows of the model's embedding, which may be more than the tokenizer names.
+
+        `reasoning` and `calls` name reply formats ("none" = none); empty = what the template teaches.
+        """
         self.tokenizer = tokenizer
         self.template = template
         self.vocab_size = vocab_size
+        source = "" if template is None else template.source
+        self._reasoning = _choose(reasoning, reasoning_format, lambda: detect_reasoning_format(source))
+        self._calls = _choose(calls, call_format, lambda: detect_call_format(source))
+        self._markup = _markup_ids(tokenizer, self._reasoning, self._calls)
 
     @property
     def end_token_ids(self) -> frozenset[int]:
@@ -60,6 +81,10 @@ class ModelText:
             return self.tokenizer.encode_prompt(text)
         return self.tokenizer.encode(text, parse_special=True)
 
+    def least_tokens(self, num_characters: int) -> int:
+        """Characters over the bytes of the longest token."""
+        return num_characters // self.tokenizer.max_token_bytes
+
     def encode_chat(
         self,
         messages: Sequence[dict[str, Any]],
@@ -80,26 +105,54 @@ class ModelText:
 
     def text_stream(self, prompt_token_ids: Sequence[int], *, markup: bool) -> TextStream:
         """A fresh incremental decoder."""
-        return Detokenizer(self.tokenizer, previous_id=prompt_token_ids[-1])
+        keep = self._markup if markup else frozenset()
+        return Detokenizer(self.tokenizer, previous_id=prompt_token_ids[-1], keep_ids=keep)
 
     def stop_stream(self, stops: Sequence[str]) -> StopStream:
         """A fresh stop-string matcher."""
         return StopMatcher.of(stops)
 
-    def reply_parser(self, *, prompt_token_ids: Sequence[int], tools: bool) -> ReplyParser:
-        """A fresh parser."""
-        return PlainParser()
+    def reply_parser(self, *, prompt_token_ids: Sequence[int], tools: Sequence[dict[str, Any]] | None) -> ReplyParser:
+        """A fresh parser; the prompt's end says whether reasoning has begun."""
+        end = self.tokenizer.decode(prompt_token_ids[-_PROMPT_END:], skip_special=False)
+        return FormatParser(
+            self._reasoning,
+            self._calls,
+            None if tools is None else ToolSet.of(tools),
+            in_reasoning=opens_reasoning(self._reasoning, end),
+        )
 
     def describe(self) -> list[str]:
         """Lines for start-up."""
         chat = [f"chat: not available, {NO_TEMPLATE}"] if self.template is None else self.template.describe()
-        return [*self.tokenizer.describe(), *chat]
+        names = [form.name for form in (self._reasoning, self._calls) if form is not None]
+        formats = [f"reply formats: {', '.join(names)}"] if names and self.template is not None else []
+        return [*self.tokenizer.describe(), *chat, *formats]
 
 
-def model_text(source: Source, vocab_size: int) -> ModelText:
-    """The text side of an opened model; raises FormatError for damaged tokenizer files."""
+def _choose(name: str, by_name: Callable[[str], Form], detect: Callable[[], Form | None]) -> Form | None:
+    if name == "none":
+        return None
+    return by_name(name) if name else detect()
+
+
+def _markup_ids(tokenizer: Tokenizer, reasoning: ReasoningFormat | None, calls: CallFormat | None) -> frozenset[int]:
+    """Control tokens that are markup of the reply formats: their names must reach the parser."""
+    words = set(_INNER_MARKUP) if calls is not None else set()
+    if reasoning is not None:
+        words |= {reasoning.opening, reasoning.closing}
+    for marker in calls.markers if calls is not None else ():
+        words |= {marker.opening, *marker.closing}
+    found = (tokenizer.token_id(word) for word in words)
+    return frozenset(index for index in found if index is not None) - frozenset(tokenizer.end_ids)
+
+
+def model_text(source: Source, vocab_size: int, *, reasoning: str = "", calls: str = "") -> ModelText:
+    """The text side of an opened model; raises FormatError for damaged tokenizer files, UsageError for formats."""
     if source.container is Container.GGUF:
         tokenizer = tokenizer_from_gguf(source.metadata)
-        return ModelText(tokenizer, chat_template_from_gguf(source.metadata, tokenizer), vocab_size)
-    tokenizer = tokenizer_from_folder(source.folder)
-    return ModelText(tokenizer, chat_template_from_folder(source.folder, tokenizer), vocab_size)
+        template = chat_template_from_gguf(source.metadata, tokenizer)
+    else:
+        tokenizer = tokenizer_from_folder(source.folder)
+        template = chat_template_from_folder(source.folder, tokenizer)
+    return ModelText(tokenizer, template, vocab_size, reasoning=reasoning, calls=calls)

@@ -48,7 +48,7 @@ async def respond(
     if body.stream:
         include_usage = bool(body.stream_options and body.stream_options.include_usage)
         events = _events(generation, reply, row, state.limits.keep_alive_seconds, include_usage)
-        return EventStream(events, row, generation.close)
+        return EventStream(events, row, generation.close, generation.more_ready)
     try:
         return json_response(await whole(request, _collect(generation, reply, row)))
     finally:

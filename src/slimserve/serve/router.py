@@ -31,6 +31,11 @@ class Job:
         """Ids of the requests that have not ended."""
         return frozenset(self._open)
 
+    @property
+    def more_ready(self) -> bool:
+        """Whether the next output is there without waiting."""
+        return self._mail.qsize() > 0
+
     async def start(self) -> None:
         """Submit all choices and wait until the engine has taken them; RequestError or RunError if it did not."""
         self._router.attach(self)

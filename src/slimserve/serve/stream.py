@@ -23,6 +23,8 @@ ENCODER = msgspec.json.Encoder()
 _DONE = b"data: [DONE]\n\n"
 _KEEP_ALIVE = b": still working\n\n"
 _CLOSED_BY_CLIENT = 499
+_MOST_HELD = 32 * 2**10
+"""Bytes of events that may wait for each other in one write."""
 
 Result = TypeVar("Result")
 
@@ -75,15 +77,23 @@ class EventStream(Response):
     """
 
     def __init__(
-        self, source: AsyncGenerator[dict[str, Any] | None, None], row: RequestRow, close: Callable[[], None]
+        self,
+        source: AsyncGenerator[dict[str, Any] | None, None],
+        row: RequestRow,
+        close: Callable[[], None],
+        more: Callable[[], bool],
     ) -> None:
-        """`close` frees what the source holds; called on every way out, also if the source never ran."""
+        """`close` frees what the source holds; called on every way out, also if the source never ran.
+
+        `more` says that the source has its next event ready: such events leave in one write.
+        """
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
         # A stream's length is not known.
         self.raw_headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
         self._source = source
         self._row = row
         self._close = close
+        self._more = more
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream."""
@@ -100,17 +110,21 @@ class EventStream(Response):
 
     async def _pump(self, send: Send) -> None:
         last = _DONE
+        held = bytearray()
         try:
             async for event in self._source:
-                data = _KEEP_ALIVE if event is None else b"data: " + ENCODER.encode(event) + b"\n\n"
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+                held += _KEEP_ALIVE if event is None else b"data: " + ENCODER.encode(event) + b"\n\n"
+                if len(held) < _MOST_HELD and self._more():
+                    continue
+                await send({"type": "http.response.body", "body": bytes(held), "more_body": True})
+                held.clear()
         except OSError:
             raise
         except Exception as error:
             status, body, code = describe(error)
             self._row.end(code, status=status, reason=body["error"]["message"])
             last = b"data: " + ENCODER.encode(body) + b"\n\n"
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+        await send({"type": "http.response.body", "body": bytes(held) + last, "more_body": False})
 
 
 def json_response(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -94,6 +94,10 @@ class TextModel(Protocol):
         """Token ids of a raw prompt; control tokens written in it are read, because its writer writes all of it."""
         ...
 
+    def least_tokens(self, num_characters: int) -> int:
+        """A text of so many characters has at least this many tokens: a bound before any tokenizing."""
+        ...
+
     def encode_chat(
         self,
         messages: Sequence[dict[str, Any]],
@@ -119,6 +123,6 @@ class TextModel(Protocol):
         """A fresh stop-string matcher."""
         ...
 
-    def reply_parser(self, *, prompt_token_ids: Sequence[int], tools: bool) -> ReplyParser:
-        """A fresh parser for the reply to this prompt."""
+    def reply_parser(self, *, prompt_token_ids: Sequence[int], tools: Sequence[dict[str, Any]] | None) -> ReplyParser:
+        """A fresh parser for the reply to this prompt; without `tools`, calls stay text."""
         ...
