@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,6 +56,11 @@ def _group(kind: SchemeKind, targets: Sequence[str]) -> dict[str, Any]:
     return {"targets": list(targets), "weights": weights, "input_activations": activations, "format": form}
 
 
+def _pattern(module: str) -> str:
+    """A module name as compressed-tensors' pattern, with or without the wrapper that multimodal classes put around."""
+    return "re:^" + re.escape(module).replace(r"language_model\.", r"(language_model\.)?") + "$"
+
+
 def quantization_config(kind: SchemeKind, modules: Sequence[str], ignored: Sequence[str]) -> dict[str, Any]:
     """The `quantization_config` of config.json for a checkpoint whose `modules` are quantized as `kind`.
 
@@ -63,7 +69,7 @@ def quantization_config(kind: SchemeKind, modules: Sequence[str], ignored: Seque
     if kind in (SchemeKind.NVFP4_COMPRESSED, SchemeKind.FP8_CHANNEL, SchemeKind.INT4_COMPRESSED):
         group = _group(kind, ["Linear"])
         common = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "format": group["format"]}
-        return common | {"config_groups": {"group_0": group}, "ignore": list(ignored)}
+        return common | {"config_groups": {"group_0": group}, "ignore": [_pattern(name) for name in ignored]}
     if kind is SchemeKind.NVFP4_MODELOPT:
         return {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": NVFP4_GROUP, "ignore": list(ignored)}
     if kind is SchemeKind.FP8_TENSOR:
