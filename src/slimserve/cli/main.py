@@ -1,7 +1,8 @@
 """The `slimserve` command: finds the verb, runs it, and turns every failure into one sentence and an exit code.
 
-A verb is a module of this package with a function `command`; its file name is the verb's name. Anything else that
-comes first is a profile, so `slimserve PROFILE ...` is short for `slimserve run PROFILE ...`.
+A verb is a module of this package with a function `command`, or with a typer application `group` where it has verbs
+of its own; its file name is the verb's name. Anything else that comes first is a profile, so `slimserve PROFILE ...`
+is short for `slimserve run PROFILE ...`.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ slimserve --model PATH ...     the same with a GGUF file or a model folder
 
 
 def verbs() -> tuple[str, ...]:
-    """Names of all verbs: modules of this package that have a `command`."""
+    """Names of all verbs: modules of this package that have a `command` or a `group`."""
     names = (module.name for module in pkgutil.iter_modules(cli.__path__) if not module.name.startswith("_"))
-    return tuple(sorted(name for name in names if hasattr(_module(name), "command")))
+    return tuple(sorted(n for n in names if hasattr(_module(n), "command") or hasattr(_module(n), "group")))
 
 
 def _module(name: str) -> object:
@@ -67,7 +68,11 @@ def build_app() -> typer.Typer:
             raise typer.Exit(0)
 
     for name in verbs():
-        app.command(name=name)(getattr(_module(name), "command"))  # noqa: B009
+        group = getattr(_module(name), "group", None)
+        if group is not None:
+            app.add_typer(group, name=name)
+        else:
+            app.command(name=name)(getattr(_module(name), "command"))  # noqa: B009
     return app
 
 
