@@ -38,7 +38,7 @@ gpu-test:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -q tests
 
 bench: install
-	$(BIN)/slimserve bench
+	$(BIN)/slimserve bench floor qwen25-coder-0.5b
 
 clean:
 	rm -rf $(VENV) build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
