@@ -1,0 +1,311 @@
+"""Which form of the kernel serves each storage format, and how its blocks are laid out for it.
+
+The bits are those of the file, sorted: codes of equal place go to planes [steps, tiles, N, bytes] whose tiles are read
+whole, scales and other small fields to int32 words [steps, words, N] that are contiguous over weight rows. Six-bit
+scales take a byte, seven-bit sign indices their eight signs, super-scales float32; nothing else grows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from slimserve.ops.triton import tiles
+from slimserve.quant.blocks import half_field, nibbles, short_field, word_field
+from slimserve.quant.decode import k_scale_mins, q3_k_scales
+from slimserve.quant.decode_grid import iq1_m_scale
+from slimserve.quant.grids import grid, parity_signs
+
+Unpacked = tuple[torch.Tensor | None, torch.Tensor | None]
+"""Codes uint8 [B, block] in element order, and words int32 [B, words of one block]; B whole blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class TileFormat:
+    """How a format meets the kernel: constants of `linear_kernel`, and `unpack` for whole blocks.
+
+    step, dot: elements of one step of K and of one product. low_bits, high_bits: bits of a code in the two planes.
+    field_bits: width of what `unpack` calls words (packed into int32 words per step where narrower).
+    words: int32 words per row and step, and bias: what the tile leaves to the offset (see `tiles`). grid: name of
+    the table of an I format and the factor that its entries are multiplied with.
+    """
+
+    code: int
+    scale: int
+    step: int
+    dot: int
+    unpack: Callable[[torch.Tensor], Unpacked] | None = None
+    low_bits: int = 0
+    high_bits: int = 0
+    field_bits: int = 32
+    bias: int = 0
+    words: int = 1
+    offsets: bool = False
+    grid: str = ""
+    grid_factor: int = 1
+    grid_row: int = 8
+    grid_high: int = 0
+    grid_delta: bool = False
+    weight_parts: int = 1
+
+
+def as_words(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack non-negative integers [B, n] of `bits` bits into int32 words [B, n * bits / 32], low first."""
+    per_word = 32 // bits
+    wide = values.to(torch.int64).reshape(values.shape[0], -1, per_word)
+    shifts = torch.arange(per_word, device=values.device, dtype=torch.int64) * bits
+    packed = (wide << shifts).sum(dim=-1)
+    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
+
+
+def _float_word(values: torch.Tensor) -> torch.Tensor:
+    return values.to(torch.float32).contiguous().view(torch.int32)
+
+
+def _raw_half(blocks: torch.Tensor, offset: int, count: int = 1) -> torch.Tensor:
+    return short_field(blocks, offset, count)
+
+
+def _five(blocks: torch.Tensor, offset: int) -> torch.Tensor:
+    """Nibbles at offset + 4 with the fifth bits of the u32 at `offset`."""
+    bits = (word_field(blocks, offset) >> torch.arange(32, device=blocks.device)) & 1  # [B, 32]
+    return nibbles(blocks[:, offset + 4 : offset + 20]) | (bits << 4).to(torch.uint8)
+
+
+def _q4_0(blocks: torch.Tensor) -> Unpacked:
+    return nibbles(blocks[:, 2:18]), _raw_half(blocks, 0)
+
+
+def _q4_1(blocks: torch.Tensor) -> Unpacked:
+    return nibbles(blocks[:, 4:20]), as_words(_raw_half(blocks, 0, 2), 16)
+
+
+def _q5_0(blocks: torch.Tensor) -> Unpacked:
+    return _five(blocks, 2), _raw_half(blocks, 0)
+
+
+def _q5_1(blocks: torch.Tensor) -> Unpacked:
+    return _five(blocks, 4), as_words(_raw_half(blocks, 0, 2), 16)
+
+
+def _q8_0(blocks: torch.Tensor) -> Unpacked:
+    return blocks[:, 2:34], _raw_half(blocks, 0)
+
+
+def _two_bit(fields: torch.Tensor) -> torch.Tensor:
+    """64 bytes -> 256 codes: element 128 h + 32 s + b is bit pair s of byte 32 h + b."""
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=fields.device)
+    return ((fields.reshape(-1, 2, 1, 32) >> shifts[:, None]) & 3).reshape(-1, 256)
+
+
+def _q2_k(blocks: torch.Tensor) -> Unpacked:
+    words = torch.cat((as_words(_raw_half(blocks, 80, 2), 16), as_words(blocks[:, 0:16], 8)), dim=1)
+    return _two_bit(blocks[:, 16:80]), words
+
+
+def _q3_k(blocks: torch.Tensor) -> Unpacked:
+    bits = torch.arange(8, dtype=torch.uint8, device=blocks.device)
+    high = ((blocks[:, None, 0:32] >> bits[:, None]) & 1).reshape(-1, 256)
+    scales = q3_k_scales(blocks[:, 96:108]).view(torch.uint8)
+    words = torch.cat((_float_word(half_field(blocks, 108)), as_words(scales, 8)), dim=1)
+    return _two_bit(blocks[:, 32:96]) | (high << 2), words
+
+
+def _k_words(blocks: torch.Tensor) -> torch.Tensor:
+    scale, minimum = k_scale_mins(blocks[:, 4:16])
+    return torch.cat((as_words(_raw_half(blocks, 0, 2), 16), as_words(scale, 8), as_words(minimum, 8)), dim=1)
+
+
+def _q4_k(blocks: torch.Tensor) -> Unpacked:
+    return nibbles(blocks[:, 16:144].reshape(-1, 4, 32)).reshape(-1, 256), _k_words(blocks)
+
+
+def _q5_k(blocks: torch.Tensor) -> Unpacked:
+    bits = torch.arange(8, dtype=torch.uint8, device=blocks.device)
+    high = ((blocks[:, None, 16:48] >> bits[:, None]) & 1).reshape(-1, 256)
+    return nibbles(blocks[:, 48:176].reshape(-1, 4, 32)).reshape(-1, 256) | (high << 4), _k_words(blocks)
+
+
+def _q6_k(blocks: torch.Tensor) -> Unpacked:
+    low = nibbles(blocks[:, 0:128].reshape(-1, 2, 64)).reshape(-1, 256)
+    words = torch.cat((_float_word(half_field(blocks, 208)), as_words(blocks[:, 192:208], 8)), dim=1)
+    return low | (_two_bit(blocks[:, 128:192]) << 4), words
+
+
+def _iq4_nl(blocks: torch.Tensor) -> Unpacked:
+    return nibbles(blocks[:, 2:18]), _raw_half(blocks, 0)
+
+
+def _iq4_xs(blocks: torch.Tensor) -> Unpacked:
+    shifts = torch.arange(0, 16, 2, dtype=torch.int32, device=blocks.device)
+    high = (short_field(blocks, 2) >> shifts) & 3  # [B, 8]
+    low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=-1).reshape(-1, 8)
+    scales = ((low | (high << 4)) - 32).to(torch.int8).view(torch.uint8)
+    words = torch.cat((_float_word(half_field(blocks, 0)), as_words(scales, 8)), dim=1)
+    return nibbles(blocks[:, 8:136].reshape(-1, 8, 16)).reshape(-1, 256), words
+
+
+def _mxfp4(blocks: torch.Tensor) -> Unpacked:
+    return nibbles(blocks[:, 1:17]), blocks[:, 0:1].to(torch.int32)
+
+
+def _nvfp4(blocks: torch.Tensor) -> Unpacked:
+    scales = blocks[:, 0:4].to(torch.int32) & 127
+    return nibbles(blocks[:, 4:36].reshape(-1, 4, 8)).reshape(-1, 64), torch.where(scales == 127, 0, scales)
+
+
+def _word_sign_bytes(words: torch.Tensor) -> torch.Tensor:
+    """The four 7-bit sign indices of each u32 [B, 8] as sign words int32 [B, 8]."""
+    shifts = torch.tensor([0, 7, 14, 21], device=words.device)
+    index = (words[..., None] >> shifts) & 127
+    return as_words(parity_signs().to(words.device)[index].reshape(words.shape[0], 32), 8)
+
+
+def _grid_words(
+    scale: torch.Tensor, odd: torch.Tensor, signs: torch.Tensor | None, index: torch.Tensor, high: torch.Tensor | None
+) -> Unpacked:
+    """scale [B, 1]; odd [B, 8 or 16] with factor 2 * odd + 1; sign words; index bytes; further index bits as words."""
+    fields = [_float_word(scale), as_words(odd, 4)]
+    if signs is not None:
+        fields.append(signs)
+    fields.append(as_words(index, 8))
+    if high is not None:
+        fields.append(high)
+    return None, torch.cat(fields, dim=1)
+
+
+def _nibble_pairs(data: torch.Tensor) -> torch.Tensor:
+    return torch.stack((data & 15, data >> 4), dim=-1).reshape(data.shape[0], -1)
+
+
+def _iq2_xxs(blocks: torch.Tensor) -> Unpacked:
+    fields = blocks[:, 2:66].reshape(-1, 8, 8)
+    words = word_field(fields.reshape(-1, 8), 4).reshape(-1, 8)
+    index = fields[:, :, 0:4].reshape(-1, 32)
+    return _grid_words(half_field(blocks, 0) / 8, words >> 28, _word_sign_bytes(words), index, None)
+
+
+def _iq2_xs(blocks: torch.Tensor) -> Unpacked:
+    codes = short_field(blocks, 2, 32)
+    signs = as_words(parity_signs().to(blocks.device)[(codes >> 9).long()], 8)
+    high = as_words((codes >> 8) & 1, 1)
+    return _grid_words(half_field(blocks, 0) / 8, _nibble_pairs(blocks[:, 66:74]), signs, codes & 255, high)
+
+
+def _iq2_s(blocks: torch.Tensor) -> Unpacked:
+    signs, high = as_words(blocks[:, 34:66], 8), as_words(blocks[:, 66:74], 8)
+    return _grid_words(half_field(blocks, 0) / 8, _nibble_pairs(blocks[:, 74:82]), signs, blocks[:, 2:34], high)
+
+
+def _iq3_xxs(blocks: torch.Tensor) -> Unpacked:
+    words = word_field(blocks, 66, 8)
+    return _grid_words(half_field(blocks, 0) / 4, words >> 28, _word_sign_bytes(words), blocks[:, 2:66], None)
+
+
+def _iq3_s(blocks: torch.Tensor) -> Unpacked:
+    signs, high = as_words(blocks[:, 74:106], 8), as_words(blocks[:, 66:74], 8)
+    return _grid_words(half_field(blocks, 0), _nibble_pairs(blocks[:, 106:110]), signs, blocks[:, 2:66], high)
+
+
+def _iq1_s(blocks: torch.Tensor) -> Unpacked:
+    qh = short_field(blocks, 34, 8)
+    shifts = torch.tensor([0, 3, 6, 9], dtype=torch.int32, device=blocks.device)
+    high = (qh[:, :, None] >> shifts) & 7 | ((qh >> 15) << 3)[:, :, None]
+    words = as_words(high.reshape(-1, 32), 4)
+    return _grid_words(half_field(blocks, 0) / 8, (qh >> 12) & 7, None, blocks[:, 2:34], words)
+
+
+def _iq1_m(blocks: torch.Tensor) -> Unpacked:
+    words = short_field(blocks, 48, 4)
+    shifts = torch.tensor([0, 3, 6, 9], dtype=torch.int32, device=blocks.device)
+    odd = ((words[:, :, None] >> shifts) & 7).reshape(-1, 16)
+    high = as_words(_nibble_pairs(blocks[:, 32:48]), 4)
+    return _grid_words(iq1_m_scale(blocks) / 8, odd, None, blocks[:, 0:32], high)
+
+
+def _tq2_0(blocks: torch.Tensor) -> Unpacked:
+    return _two_bit(blocks[:, 0:64]), _float_word(half_field(blocks, 64))
+
+
+NIBBLE_128 = {"step": 128, "dot": 32, "low_bits": 4}
+K_256 = {"step": 256, "dot": 32, "low_bits": 4}
+SUB_16 = {"step": 256, "dot": 16}
+
+
+def _grid(unpack: Callable[[torch.Tensor], Unpacked], table: str, words: int, dot: int, **more: object) -> TileFormat:
+    return TileFormat(tiles.GRID.value, tiles.SCALE_ODD_NIBBLE.value, 256, dot, unpack, words=words, grid=table, **more)  # type: ignore[arg-type]
+
+
+TILE_FORMATS: dict[str, TileFormat] = {
+    "Q4_0": TileFormat(
+        tiles.NIBBLE.value, tiles.SCALE_HALF.value, unpack=_q4_0, bias=8, words=2, field_bits=16, **NIBBLE_128
+    ),
+    "Q4_1": TileFormat(
+        tiles.NIBBLE.value, tiles.SCALE_HALF_PAIR.value, unpack=_q4_1, bias=-128, words=4, offsets=True, **NIBBLE_128
+    ),
+    "Q5_0": TileFormat(
+        tiles.FIVE_BITS.value,
+        tiles.SCALE_HALF.value,
+        unpack=_q5_0,
+        high_bits=1,
+        bias=16,
+        words=4,
+        field_bits=16,
+        **K_256,
+    ),
+    "Q5_1": TileFormat(
+        tiles.FIVE_BITS.value, tiles.SCALE_HALF_PAIR.value, unpack=_q5_1, high_bits=1, words=8, offsets=True, **K_256
+    ),
+    "Q8_0": TileFormat(
+        tiles.SIGNED_BYTE.value, tiles.SCALE_HALF.value, 128, 32, _q8_0, low_bits=8, words=2, field_bits=16
+    ),
+    "Q2_K": TileFormat(
+        tiles.TWO_BITS.value, tiles.SCALE_K2.value, unpack=_q2_k, low_bits=2, words=5, offsets=True, **SUB_16
+    ),
+    "Q3_K": TileFormat(
+        tiles.THREE_BITS.value, tiles.SCALE_BYTE.value, unpack=_q3_k, low_bits=2, high_bits=1, bias=4, words=5, **SUB_16
+    ),
+    "Q4_K": TileFormat(
+        tiles.NIBBLE.value, tiles.SCALE_K.value, unpack=_q4_k, bias=-128, words=5, offsets=True, **K_256
+    ),
+    "Q5_K": TileFormat(
+        tiles.FIVE_BITS.value, tiles.SCALE_K.value, unpack=_q5_k, high_bits=1, words=5, offsets=True, **K_256
+    ),
+    "Q6_K": TileFormat(
+        tiles.SIX_BITS.value, tiles.SCALE_BYTE.value, unpack=_q6_k, low_bits=4, high_bits=2, bias=32, words=5, **SUB_16
+    ),
+    "IQ4_NL": TileFormat(
+        tiles.NIBBLE_LEVELS.value, tiles.SCALE_HALF.value, unpack=_iq4_nl, words=2, field_bits=16, **NIBBLE_128
+    ),
+    "IQ4_XS": TileFormat(tiles.NIBBLE_LEVELS.value, tiles.SCALE_BYTE.value, unpack=_iq4_xs, words=3, **K_256),
+    "MXFP4": TileFormat(
+        tiles.NIBBLE_E2M1.value, tiles.SCALE_POWER.value, unpack=_mxfp4, words=1, field_bits=8, **NIBBLE_128
+    ),
+    "NVFP4": TileFormat(
+        tiles.NIBBLE_E2M1.value, tiles.SCALE_E4M3.value, 128, 16, _nvfp4, low_bits=4, words=2, field_bits=8
+    ),
+    "E2M1_G16": TileFormat(tiles.NIBBLE_E2M1.value, tiles.SCALE_E4M3.value, 128, 16, low_bits=4, words=2, field_bits=8),
+    "INT4": TileFormat(tiles.NIBBLE.value, tiles.SCALE_FLOAT.value, bias=8, words=1, **NIBBLE_128),
+    "F8_E4M3": TileFormat(tiles.FLOAT8.value, tiles.SCALE_NONE.value, 128, 64, low_bits=8),
+    "TQ2_0": TileFormat(tiles.TWO_BITS.value, tiles.SCALE_FLOAT.value, unpack=_tq2_0, low_bits=2, bias=1, **SUB_16),
+    "IQ2_XXS": _grid(_iq2_xxs, "IQ2_XXS", 2 + 8 + 8, 32),
+    "IQ2_XS": _grid(_iq2_xs, "IQ2_XS", 3 + 8 + 8 + 1, 16, grid_high=1),
+    "IQ2_S": _grid(_iq2_s, "IQ2_S", 3 + 8 + 8 + 2, 16, grid_high=2),
+    "IQ3_XXS": _grid(_iq3_xxs, "IQ3_XXS", 2 + 8 + 16, 32, grid_row=4),
+    "IQ3_S": _grid(_iq3_s, "IQ3_S", 2 + 8 + 16 + 2, 32, grid_row=4, grid_high=1),
+    "IQ1_S": _grid(_iq1_s, "IQ1", 2 + 8 + 4, 32, grid_high=4, grid_delta=True, grid_factor=8),
+    "IQ1_M": _grid(_iq1_m, "IQ1", 3 + 8 + 4, 16, grid_high=4, grid_delta=True, grid_factor=8),
+    "BF16": TileFormat(tiles.PLAIN.value, tiles.SCALE_NONE.value, 128, 64),
+    "F16": TileFormat(tiles.PLAIN.value, tiles.SCALE_NONE.value, 128, 64, weight_parts=2),
+    "F32": TileFormat(tiles.PLAIN.value, tiles.SCALE_NONE.value, 128, 32, weight_parts=3),
+}
+"""Formats that the kernel serves."""
+
+
+def table_of(fmt: TileFormat, device: torch.device) -> torch.Tensor | None:
+    """The grid of an I format as bfloat16 [entries, row] on `device`."""
+    if not fmt.grid:
+        return None
+    return (grid(fmt.grid).to(torch.float32) * fmt.grid_factor).to(torch.bfloat16).to(device).contiguous()

@@ -1,0 +1,155 @@
+"""Matrix products with packed weights on a CUDA device: preparation, tile shapes and launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from slimserve.ops.numerics import NumericsConfig
+from slimserve.ops.triton.launch import INTERPRETED, NO_FUSION, cdiv, multiprocessors
+from slimserve.ops.triton.linear_kernel import linear_kernel, split_rows_kernel
+from slimserve.ops.triton.relayout import TileWeight, relayout
+from slimserve.quant.tensor import PackedTensor
+
+BLOCK_ROWS = 64
+"""Weight rows of one program."""
+
+SEGMENT_PROGRAMS = 1024
+"""K is cut so that the programs of a single tile of input rows come near this number: about eight for each
+multiprocessor of the devices at hand. It is a constant, not the device's count, so that bits do not move with it."""
+
+SEGMENT_ELEMENTS = 512
+"""The least part of K that a segment covers."""
+
+LOCKS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """How K is cut: `count` segments of `steps` steps (the last may be shorter)."""
+
+    steps: int
+    count: int
+
+
+def segments_of(weight: TileWeight) -> Segments:
+    """The cut of K, a function of (N, K, format) alone."""
+    tiles = cdiv(weight.rows, BLOCK_ROWS)
+    wanted = min(cdiv(SEGMENT_PROGRAMS, tiles), max(1, weight.steps * weight.format.step // SEGMENT_ELEMENTS))
+    steps = cdiv(weight.steps, wanted)
+    return Segments(steps, cdiv(weight.steps, steps))
+
+
+def block_columns(num_rows: int) -> int:
+    """Input rows of one program."""
+    return 8 if num_rows <= 8 else 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+
+
+@dataclass(slots=True)
+class Prepared:
+    """Input rows as the kernel reads them: bfloat16 planes [parts, M, width], group sums [groups, M]."""
+
+    planes: torch.Tensor
+    sums: torch.Tensor
+    parts: int
+    width: int
+
+
+def prepare_rows(x: torch.Tensor, weight: TileWeight) -> Prepared:
+    """Cut x [M, K] into bfloat16 planes that sum to it exactly, and sum it over the weight's groups where needed."""
+    fmt = weight.format
+    num_rows, width = x.shape
+    parts = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}[x.dtype]
+    padded = weight.steps * fmt.step
+    if parts == 1 and not fmt.offsets:
+        return Prepared(x, x, 1, width)
+    groups = padded // fmt.dot
+    sums = torch.empty((groups, num_rows) if fmt.offsets else 1, dtype=torch.float32, device=x.device)
+    planes = x if parts == 1 else torch.empty((parts, num_rows, padded), dtype=torch.bfloat16, device=x.device)
+    block = 1024
+    split_rows_kernel[(num_rows, cdiv(padded, block))](
+        x, planes, sums, num_rows, width, padded, x.stride(0),
+        PARTS=parts, SUMS=fmt.offsets, GROUP=fmt.dot, BLOCK=block, num_warps=4, **NO_FUSION,
+    )  # fmt: skip
+    return Prepared(planes, sums, parts, width if parts == 1 else padded)
+
+
+@dataclass(slots=True)
+class Grouping:
+    """Input rows sorted by expert: per tile its expert, first place and count; `row_ids` lists output rows.
+
+    Input row of output row r is r // divisor.
+    """
+
+    tile_group: torch.Tensor
+    tile_first: torch.Tensor
+    tile_count: torch.Tensor
+    row_ids: torch.Tensor
+    divisor: int
+    block: int
+
+
+def launch(
+    weight: TileWeight,
+    segments: Segments,
+    locks: torch.Tensor,
+    rows: Prepared,
+    num_rows: int,
+    out: torch.Tensor,
+    grouping: Grouping | None = None,
+) -> None:
+    """Write the product into out [M, N] (rows may be strided)."""
+    fmt = weight.format
+    columns = block_columns(num_rows) if grouping is None else grouping.block
+    tiles_m = cdiv(num_rows, columns) if grouping is None else grouping.tile_group.shape[0]
+    tiles_n = cdiv(weight.rows, BLOCK_ROWS)
+    spread = tiles_m * tiles_n < 2 * multiprocessors(out.device) and tiles_m * tiles_n <= LOCKS
+    split = segments.count > 1 and spread
+    tiles = tiles_m * tiles_n
+    work = torch.empty(
+        tiles * segments.count * BLOCK_ROWS * columns if split else 1, dtype=torch.float32, device=out.device
+    )
+    none = locks
+    low = weight.low if weight.low is not None else none
+    lists = (none,) * 4 if grouping is None else (
+        grouping.tile_group, grouping.tile_first, grouping.tile_count, grouping.row_ids
+    )  # fmt: skip
+    linear_kernel[(tiles_m, segments.count if split else 1, tiles_n)](
+        rows.planes, rows.sums, low, _or(weight.high, none), _or(weight.words, none), _or(weight.table, none),
+        _or(weight.row_scale, none), _or(weight.block_scale, none), out, work, locks, *lists,
+        num_rows, weight.rows, weight.width, rows.width, out.stride(0), segments.steps, weight.steps, segments.count,
+        1 if grouping is None else grouping.divisor,
+        _group_size(weight.low), _group_size(weight.high), _group_size(weight.words),
+        CODE=fmt.code, SCALE=fmt.scale, KD=fmt.dot, STEP=fmt.step, BIAS=fmt.bias, WORDS=fmt.words,
+        GRID_ROW=fmt.grid_row, GRID_HIGH=fmt.grid_high, GRID_DELTA=fmt.grid_delta,
+        W_PARTS=fmt.weight_parts, X_PARTS=rows.parts, OFFSETS=fmt.offsets, ROW_SCALE=weight.row_scale is not None,
+        BLOCK_SCALE=weight.block_scale is not None, TAIL=rows.width < weight.steps * fmt.step,
+        SPLIT=split, GROUPED=grouping is not None, ASM=not INTERPRETED, UPCAST=INTERPRETED,
+        BN=BLOCK_ROWS, BM=columns, STAGES=2, num_warps=2, **NO_FUSION,
+    )  # fmt: skip
+
+
+def _or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+    return other if tensor is None else tensor
+
+
+def _group_size(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.stride(0)
+
+
+class TritonLinear:
+    """One part on the device; see PreparedLinear."""
+
+    def __init__(self, part: PackedTensor, device: torch.device, numerics: NumericsConfig) -> None:
+        del numerics  # the activations' own dtype decides
+        self.weight = relayout(part, device)
+        self.segments = segments_of(self.weight)
+        self.locks = torch.zeros(LOCKS, dtype=torch.int32, device=device)
+        self.num_bytes = self.weight.num_bytes + self.locks.numel() * 4
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Write x [T, K] times the part into out [T, N]."""
+        if x.shape[0] == 0:
+            return
+        launch(self.weight, self.segments, self.locks, prepare_rows(x, self.weight), x.shape[0], out)

@@ -1,0 +1,243 @@
+"""The matrix product with packed weights, one kernel for every format and number of rows.
+
+A program owns BN weight rows and BM input rows and walks K in steps, in order. K is cut into segments whose length is
+a function of (N, K, format) alone. Each segment has its own float32 accumulator; segments are added in order, either
+by the program that walked them all, or, where segments run in parallel, by the last of them to finish, which reads
+the others' stored sums. Weights are the left operand of tensor-core products of one fixed shape (m16n8k16 through
+mma.sync: two warps never take the warp-group form), so a row's bits depend on neither the number of rows nor the tile.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from slimserve.ops.triton.tiles import (
+    FIVE_BITS,
+    FLOAT8,
+    GRID,
+    NIBBLE,
+    NIBBLE_E2M1,
+    NIBBLE_LEVELS,
+    SCALE_E4M3,
+    SCALE_NONE,
+    SIGNED_BYTE,
+    SIX_BITS,
+    THREE_BITS,
+    TWO_BITS,
+    e2m1,
+    e4m3_scale,
+    group_scale,
+    levels,
+    load_tile,
+    nibble,
+    signed_byte,
+    two_bits,
+    two_planes,
+)
+from slimserve.ops.triton.tiles_grid import grid_tile
+
+
+@triton.jit
+def decode_tile(
+    c0_ptr, c1_ptr, words_ptr, table_ptr, step, j, n, rows, width,
+    CODE: tl.constexpr, KD: tl.constexpr, STEP: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr,
+    WORDS: tl.constexpr, GRID_ROW: tl.constexpr, GRID_HIGH: tl.constexpr, GRID_DELTA: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """Weights [BN, KD] of dot j of a step as bfloat16 (plain formats: in their own dtype)."""
+    DOTS: tl.constexpr = STEP // KD
+    if CODE == NIBBLE:
+        tile = nibble(load_tile(c0_ptr, step, j // 2, n, rows, DOTS // 2, KD), j % 2, BIAS, ASM)
+    elif CODE == NIBBLE_LEVELS:
+        tile = levels(load_tile(c0_ptr, step, j // 2, n, rows, DOTS // 2, KD), j % 2, ASM)
+    elif CODE == NIBBLE_E2M1:
+        codes = load_tile(c0_ptr, step, j // 2, n, rows, DOTS // 2, KD)
+        if SCALE == SCALE_E4M3:
+            scale = e4m3_scale(words_ptr, step, j, n, rows, WORDS)
+        else:
+            scale = tl.full(n.shape, 1.0, tl.bfloat16)
+        tile = e2m1(codes, scale, j % 2, ASM)
+    elif CODE == FIVE_BITS:
+        codes = load_tile(c0_ptr, step, j // 2, n, rows, DOTS // 2, KD)
+        high = load_tile(c1_ptr, step, j // 8, n, rows, DOTS // 8, KD)
+        tile = two_planes(codes, high, 4 * (j % 2), 15, j % 8, 1, 4, BIAS, ASM)
+    elif CODE == SIX_BITS:
+        codes = load_tile(c0_ptr, step, j // 2, n, rows, DOTS // 2, KD)
+        high = load_tile(c1_ptr, step, j // 4, n, rows, DOTS // 4, KD)
+        tile = two_planes(codes, high, 4 * (j % 2), 15, 2 * (j % 4), 3, 4, BIAS, ASM)
+    elif CODE == TWO_BITS:
+        tile = two_bits(load_tile(c0_ptr, step, j // 4, n, rows, DOTS // 4, KD), j % 4, BIAS, ASM)
+    elif CODE == THREE_BITS:
+        codes = load_tile(c0_ptr, step, j // 4, n, rows, DOTS // 4, KD)
+        high = load_tile(c1_ptr, step, j // 8, n, rows, DOTS // 8, KD)
+        tile = two_planes(codes, high, 2 * (j % 4), 3, j % 8, 1, 2, BIAS, ASM)
+    elif CODE == SIGNED_BYTE:
+        tile = signed_byte(load_tile(c0_ptr, step, j, n, rows, DOTS, KD), ASM)
+    elif CODE == FLOAT8:
+        codes = load_tile(c0_ptr, step, j, n, rows, DOTS, KD)
+        tile = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(tl.bfloat16)
+    elif CODE == GRID:
+        tile = grid_tile(words_ptr, table_ptr, step, j, n, rows, KD, WORDS, DOTS, GRID_ROW, GRID_HIGH, GRID_DELTA)
+    else:
+        k = step * STEP + j * KD + tl.arange(0, KD)
+        tile = tl.load(c0_ptr + n[:, None].to(tl.int64) * width + k[None, :], mask=(k < width)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def _dot(w, x, acc, UPCAST: tl.constexpr):
+    if UPCAST:
+        return tl.dot(w.to(tl.float32), x.to(tl.float32), acc)
+    return tl.dot(w, x, acc)
+
+
+@triton.jit
+def _dot_parts(w, x, acc, PARTS: tl.constexpr, UPCAST: tl.constexpr):
+    """Multiply a tile of a wide plain dtype as up to three bfloat16 tiles that sum to it exactly, smallest first."""
+    if PARTS == 1:
+        return _dot(w.to(tl.bfloat16), x, acc, UPCAST)
+    wide = w.to(tl.float32)
+    first = wide.to(tl.bfloat16)
+    rest = wide - first.to(tl.float32)
+    second = rest.to(tl.bfloat16)
+    if PARTS == 3:
+        acc = _dot((rest - second.to(tl.float32)).to(tl.bfloat16), x, acc, UPCAST)
+    return _dot(first, x, _dot(second, x, acc, UPCAST), UPCAST)
+
+
+@triton.jit
+def linear_kernel(
+    x_ptr, sums_ptr, c0_ptr, c1_ptr, words_ptr, table_ptr, row_scale_ptr, block_scale_ptr, out_ptr, work_ptr, lock_ptr,
+    tile_group_ptr, tile_first_ptr, tile_count_ptr, row_ids_ptr,
+    num_x, rows, width, x_width, stride_out, segment_steps, num_steps, num_segments, row_divisor,
+    c0_group, c1_group, words_group,
+    CODE: tl.constexpr, SCALE: tl.constexpr, KD: tl.constexpr, STEP: tl.constexpr, BIAS: tl.constexpr,
+    WORDS: tl.constexpr, GRID_ROW: tl.constexpr, GRID_HIGH: tl.constexpr, GRID_DELTA: tl.constexpr,
+    W_PARTS: tl.constexpr, X_PARTS: tl.constexpr, OFFSETS: tl.constexpr, ROW_SCALE: tl.constexpr,
+    BLOCK_SCALE: tl.constexpr, TAIL: tl.constexpr, SPLIT: tl.constexpr, GROUPED: tl.constexpr,
+    ASM: tl.constexpr, UPCAST: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    tile_m = tl.program_id(0)
+    tile_n = tl.program_id(2)
+    n = tile_n * BN + tl.arange(0, BN)
+    live_n = n < rows
+    n = tl.minimum(n, rows - 1)
+    m = tl.arange(0, BM)
+    if GROUPED:
+        # Input rows of one group (expert): their ids stand together in row_ids.
+        count = tl.load(tile_count_ptr + tile_m)
+        if count == 0:
+            return
+        group = tl.load(tile_group_ptr + tile_m).to(tl.int64)
+        live_m = m < count
+        out_row = tl.load(row_ids_ptr + tl.load(tile_first_ptr + tile_m) + m, mask=live_m, other=0)
+        m = out_row // row_divisor
+        c0_ptr += group * c0_group
+        c1_ptr += group * c1_group
+        words_ptr += group * words_group
+        row_scale_ptr += group * rows
+    else:
+        m = tile_m * BM + m
+        live_m = m < num_x
+        out_row = m
+    DOTS: tl.constexpr = STEP // KD
+    CHAIN: tl.constexpr = (SCALE == SCALE_NONE) or (SCALE == SCALE_E4M3)
+    k = tl.arange(0, KD)
+    x_row = m.to(tl.int64)[None, :] * x_width
+    total = tl.zeros((BN, BM), tl.float32)
+    first_segment = 0
+    last_segment = num_segments
+    if SPLIT:
+        first_segment = tl.program_id(1)
+        last_segment = first_segment + 1
+    for segment in range(first_segment, last_segment):
+        acc = tl.zeros((BN, BM), tl.float32)
+        first_step = segment * segment_steps
+        last_step = tl.minimum(first_step + segment_steps, num_steps)
+        for step in tl.range(first_step, last_step, num_stages=STAGES):
+            part = tl.zeros((BN, BM), tl.float32)
+            for j in tl.static_range(DOTS):
+                w = decode_tile(
+                    c0_ptr, c1_ptr, words_ptr, table_ptr, step, j, n, rows, width,
+                    CODE, KD, STEP, BIAS, SCALE, WORDS, GRID_ROW, GRID_HIGH, GRID_DELTA, ASM,
+                )  # fmt: skip
+                if CHAIN and not BLOCK_SCALE:
+                    dot = acc
+                elif BLOCK_SCALE:
+                    dot = part
+                else:
+                    dot = tl.zeros((BN, BM), tl.float32)
+                for p in tl.static_range(X_PARTS):
+                    # Planes of x stand smallest part first.
+                    at = step * STEP + j * KD + k
+                    mask = live_m[None, :]
+                    if TAIL:
+                        mask = mask & (at < width)[:, None]
+                    plane = tl.cast(p, tl.int64) * num_x * x_width
+                    x = tl.load(x_ptr + plane + x_row + at[:, None], mask=mask, other=0.0)
+                    dot = _dot_parts(w, x, dot, W_PARTS, UPCAST)
+                if CHAIN and not BLOCK_SCALE:
+                    acc = dot
+                elif BLOCK_SCALE:
+                    part = dot
+                else:
+                    scale, offset = group_scale(words_ptr, step, j, n, rows, SCALE, WORDS, BIAS)
+                    acc = tl.fma(dot, tl.broadcast_to(scale[:, None], (BN, BM)), acc)
+                    if OFFSETS:
+                        sums = tl.load(sums_ptr + (step * DOTS + j) * num_x + m, mask=live_m, other=0.0)
+                        acc = tl.fma(
+                            tl.broadcast_to(offset[:, None], (BN, BM)), tl.broadcast_to(sums[None, :], (BN, BM)), acc
+                        )
+            if BLOCK_SCALE:
+                # One scale per 128 weight rows and step; rows beyond the last block were clamped above.
+                scale = tl.load(block_scale_ptr + (n // 128) * num_steps + step)
+                acc = tl.fma(part, tl.broadcast_to(scale[:, None], (BN, BM)), acc)
+        if SPLIT:
+            total = acc
+        else:
+            total += acc
+    if SPLIT:
+        tile = tl.cast(tile_n, tl.int64) * tl.num_programs(0) + tile_m
+        inner = tl.arange(0, BM)[None, :] * BN + tl.arange(0, BN)[:, None]
+        tl.store(work_ptr + (tile * num_segments + first_segment) * (BN * BM) + inner, total, mask=live_m[None, :])
+        # Every thread's store is done before one thread announces it; the last to announce sees all of them.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(lock_ptr + tile, 1, sem="acq_rel")
+        if arrived != num_segments - 1:
+            return
+        tl.debug_barrier()
+        total = tl.zeros((BN, BM), tl.float32)
+        for segment in range(num_segments):
+            total += tl.load(
+                work_ptr + (tile * num_segments + segment) * (BN * BM) + inner,
+                mask=live_m[None, :], other=0.0, cache_modifier=".cg",
+            )  # fmt: skip
+        tl.store(lock_ptr + tile, 0)
+    if ROW_SCALE:
+        total = total * tl.load(row_scale_ptr + n)[:, None]
+    place = out_row.to(tl.int64)[None, :] * stride_out + n[:, None]
+    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=live_m[None, :] & live_n[:, None])
+
+
+@triton.jit
+def split_rows_kernel(
+    x_ptr, planes_ptr, sums_ptr, num_x, width, padded, stride_x,
+    PARTS: tl.constexpr, SUMS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Cut x [M, K] into PARTS bfloat16 planes that sum to it (smallest first) and sum it over groups of GROUP."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * stride_x + at, mask=at < width, other=0.0).to(tl.float32)
+    if SUMS:
+        groups: tl.constexpr = BLOCK // GROUP
+        sums = tl.sum(tl.reshape(x, (groups, GROUP)), axis=1)
+        group = tl.program_id(1) * groups + tl.arange(0, groups)
+        tl.store(sums_ptr + group.to(tl.int64) * num_x + row, sums, mask=group * GROUP < padded)
+    if PARTS > 1:
+        size = num_x.to(tl.int64) * padded
+        rest = x
+        for p in tl.static_range(PARTS):
+            piece = rest.to(tl.bfloat16)
+            rest = rest - piece.to(tl.float32)
+            tl.store(planes_ptr + (PARTS - 1 - p) * size + row * padded + at, piece, mask=at < padded)

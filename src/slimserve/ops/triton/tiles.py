@@ -1,0 +1,263 @@
+"""Decoding packed codes to bfloat16 tiles in registers, exactly.
+
+Every code of every format is an integer of at most eight significant bits (or a small float that bfloat16 holds
+exactly), so a tile of codes multiplies on tensor cores without rounding; scales act on float32 sums.
+
+On a device, four bytes are decoded at a time in inline assembly: placing a code q < 128 in the low byte of 0x43xx
+makes the bfloat16 number 128 + q, so a byte permutation converts two codes at once, and one fused multiply-add takes
+the bias away again, exactly. The interpreter takes the plain form beside it; both give the same numbers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Code kinds: how a dot's codes lie in the planes.
+NIBBLE = tl.constexpr(0)
+FIVE_BITS = tl.constexpr(1)
+SIX_BITS = tl.constexpr(2)
+TWO_BITS = tl.constexpr(3)
+THREE_BITS = tl.constexpr(4)
+SIGNED_BYTE = tl.constexpr(5)
+FLOAT8 = tl.constexpr(6)
+NIBBLE_LEVELS = tl.constexpr(7)
+NIBBLE_E2M1 = tl.constexpr(8)
+GRID = tl.constexpr(9)
+PLAIN = tl.constexpr(10)
+
+# Scale kinds: how a group's scale (and offset) lie in the words of a row and step.
+SCALE_NONE = tl.constexpr(0)
+SCALE_HALF = tl.constexpr(1)
+SCALE_HALF_PAIR = tl.constexpr(2)
+SCALE_K = tl.constexpr(3)
+SCALE_BYTE = tl.constexpr(4)
+SCALE_K2 = tl.constexpr(5)
+SCALE_FLOAT = tl.constexpr(6)
+SCALE_POWER = tl.constexpr(7)
+SCALE_ODD_NIBBLE = tl.constexpr(8)
+SCALE_E4M3 = tl.constexpr(9)
+
+
+@triton.jit
+def load_tile(ptr, step, tile, n, rows, TILES: tl.constexpr, WIDTH: tl.constexpr):
+    """Bytes [BN, WIDTH] of one tile; planes are laid out [steps, TILES, rows, WIDTH]."""
+    base = (tl.cast(step, tl.int64) * TILES + tile) * rows * WIDTH
+    return tl.load(ptr + base + n[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :])
+
+
+@triton.jit
+def load_word(ptr, step, word, n, rows, WORDS: tl.constexpr):
+    """One int32 per row [BN]; words are laid out [steps, WORDS, rows]."""
+    return tl.load(ptr + (tl.cast(step, tl.int64) * WORDS + word) * rows + n)
+
+
+@triton.jit
+def _widen(code, BIAS: tl.constexpr):
+    """Plain form: integer codes [BN, W] to bfloat16 of code - BIAS (exact)."""
+    return (code.to(tl.float32) - BIAS).to(tl.bfloat16)
+
+
+@triton.jit
+def nibble(c, HIGH: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr):
+    """Low or high nibbles of bytes, less BIAS."""
+    if ASM:
+        if BIAS == -128:
+            return tl.inline_asm_elementwise(
+                f"{{ .reg .b32 t; shr.b32 t, $2, {4 * HIGH}; and.b32 t, t, 252645135;"
+                f" prmt.b32 $0, t, 1128481603, 16704; prmt.b32 $1, t, 1128481603, 17218; }}",
+                "=r,=r,r", [c], dtype=tl.bfloat16, is_pure=True, pack=4,
+            )  # fmt: skip
+        return tl.inline_asm_elementwise(
+            f"{{ .reg .b32 t, u, one, b; shr.b32 t, $2, {4 * HIGH}; and.b32 t, t, 252645135;"
+            f" mov.b32 one, 1065369472; mov.b32 b, {3271607040 + BIAS * 65537};"
+            f" prmt.b32 u, t, 1128481603, 16704; fma.rn.bf16x2 $0, u, one, b;"
+            f" prmt.b32 u, t, 1128481603, 17218; fma.rn.bf16x2 $1, u, one, b; }}",
+            "=r,=r,r", [c], dtype=tl.bfloat16, is_pure=True, pack=4,
+        )  # fmt: skip
+    return _widen((c.to(tl.int32) >> (4 * HIGH)) & 15, BIAS)
+
+
+@triton.jit
+def two_planes(
+    c, h, SHIFT: tl.constexpr, MASK: tl.constexpr, SHIFT_H: tl.constexpr, MASK_H: tl.constexpr,
+    LIFT: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Codes ((c >> SHIFT) & MASK) | (((h >> SHIFT_H) & MASK_H) << LIFT), less BIAS."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            f"{{ .reg .b32 t, u, one, b; shr.b32 t, $2, {SHIFT}; and.b32 t, t, {MASK * 16843009};"
+            f" shr.b32 u, $3, {SHIFT_H}; and.b32 u, u, {MASK_H * 16843009}; shl.b32 u, u, {LIFT}; or.b32 t, t, u;"
+            f" mov.b32 one, 1065369472; mov.b32 b, {3271607040 + BIAS * 65537};"
+            f" prmt.b32 u, t, 1128481603, 16704; fma.rn.bf16x2 $0, u, one, b;"
+            f" prmt.b32 u, t, 1128481603, 17218; fma.rn.bf16x2 $1, u, one, b; }}",
+            "=r,=r,r,r", [c, h], dtype=tl.bfloat16, is_pure=True, pack=4,
+        )  # fmt: skip
+    low = (c.to(tl.int32) >> SHIFT) & MASK
+    return _widen(low | (((h.to(tl.int32) >> SHIFT_H) & MASK_H) << LIFT), BIAS)
+
+
+@triton.jit
+def two_bits(c, FIELD: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr):
+    """Two-bit field FIELD of bytes, less BIAS."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            f"{{ .reg .b32 t, u, one, b; shr.b32 t, $2, {2 * FIELD}; and.b32 t, t, 50529027;"
+            f" mov.b32 one, 1065369472; mov.b32 b, {3271607040 + BIAS * 65537};"
+            f" prmt.b32 u, t, 1128481603, 16704; fma.rn.bf16x2 $0, u, one, b;"
+            f" prmt.b32 u, t, 1128481603, 17218; fma.rn.bf16x2 $1, u, one, b; }}",
+            "=r,=r,r", [c], dtype=tl.bfloat16, is_pure=True, pack=4,
+        )  # fmt: skip
+    return _widen((c.to(tl.int32) >> (2 * FIELD)) & 3, BIAS)
+
+
+@triton.jit
+def signed_byte(c, ASM: tl.constexpr):
+    """Bytes as int8. A byte u = 128 s + r is (128 + r) + (-128 - 128 s), both exact bfloat16 numbers."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t, u, v, one; mov.b32 one, 1065369472;"
+            " prmt.b32 t, $2, 0, 16704; lop3.b32 u, t, 8323199, 1124090624, 234;"
+            " lop3.b32 v, t, 8388736, 3271607040, 234; fma.rn.bf16x2 $0, u, one, v;"
+            " prmt.b32 t, $2, 0, 17218; lop3.b32 u, t, 8323199, 1124090624, 234;"
+            " lop3.b32 v, t, 8388736, 3271607040, 234; fma.rn.bf16x2 $1, u, one, v; }",
+            "=r,=r,r", [c], dtype=tl.bfloat16, is_pure=True, pack=4,
+        )  # fmt: skip
+    return c.to(tl.int8, bitcast=True).to(tl.float32).to(tl.bfloat16)
+
+
+@triton.jit
+def levels(c, HIGH: tl.constexpr, ASM: tl.constexpr):
+    """The sixteen levels of IQ4_NL. A permutation looks four of them up; a set index bit 3 reads as zero there, so
+    the lower and the upper eight come from two look-ups whose difference is the level."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            f"{{ .reg .b32 t, u, v, one; shr.b32 t, $2, {4 * HIGH}; and.b32 t, t, 252645135;"
+            " shr.b32 u, t, 4; or.b32 t, t, u; prmt.b32 t, t, 0, 17440; mov.b32 one, 1065369472;"
+            # Magnitudes 127 104 83 65 | 49 35 22 10 of the negative levels, then 1 13 25 38 | 53 69 89 113.
+            " prmt.b32 u, 1095985279, 169222961, t; xor.b32 t, t, 34952; prmt.b32 v, 639175937, 1901675829, t;"
+            # Bytes v - u without borrows: one of the two is zero in each byte; u > 0 becomes -u as 256 - u.
+            " sub.u32 t, 2155905152, u; add.u32 t, t, v; xor.b32 t, t, 2155905152;"
+            " prmt.b32 u, t, 0, 17218; prmt.b32 t, t, 0, 16704;"
+            " lop3.b32 v, t, 8388736, 3271607040, 234; lop3.b32 t, t, 8323199, 1124090624, 234;"
+            " fma.rn.bf16x2 $0, t, one, v;"
+            " lop3.b32 v, u, 8388736, 3271607040, 234; lop3.b32 u, u, 8323199, 1124090624, 234;"
+            " fma.rn.bf16x2 $1, u, one, v; }",
+            "=r,=r,r", [c], dtype=tl.bfloat16, is_pure=True, pack=4,
+        )  # fmt: skip
+    return _level_of((c.to(tl.int32) >> (4 * HIGH)) & 15).to(tl.bfloat16)
+
+
+@triton.jit
+def _level_of(i):
+    value = tl.where(i == 0, -127.0, 0.0)
+    value = tl.where(i == 1, -104.0, value)
+    value = tl.where(i == 2, -83.0, value)
+    value = tl.where(i == 3, -65.0, value)
+    value = tl.where(i == 4, -49.0, value)
+    value = tl.where(i == 5, -35.0, value)
+    value = tl.where(i == 6, -22.0, value)
+    value = tl.where(i == 7, -10.0, value)
+    value = tl.where(i == 8, 1.0, value)
+    value = tl.where(i == 9, 13.0, value)
+    value = tl.where(i == 10, 25.0, value)
+    value = tl.where(i == 11, 38.0, value)
+    value = tl.where(i == 12, 53.0, value)
+    value = tl.where(i == 13, 69.0, value)
+    value = tl.where(i == 14, 89.0, value)
+    return tl.where(i == 15, 113.0, value)
+
+
+@triton.jit
+def e2m1(c, scale, HIGH: tl.constexpr, ASM: tl.constexpr):
+    """Twice the E2M1 value of nibbles times a bfloat16 scale [BN] of at most four significant bits: exact.
+
+    Doubled magnitudes 0 1 2 3 4 6 8 12; index bit 3 is the sign and reads as zero in a permutation, so positive and
+    negated codes come from two look-ups; 192 + value is built in the low byte and 192 taken away.
+    """
+    wide = tl.broadcast_to(scale[:, None], c.shape)
+    if ASM:
+        return tl.inline_asm_elementwise(
+            f"{{ .reg .b32 t, u, v, one, b, z; shr.b32 t, $2, {4 * HIGH}; and.b32 t, t, 252645135;"
+            " shr.b32 u, t, 4; or.b32 t, t, u; prmt.b32 t, t, 0, 17440;"
+            " prmt.b32 u, 50462976, 201852420, t; xor.b32 t, t, 34952; prmt.b32 v, 50462976, 201852420, t;"
+            " add.u32 u, u, 1077952576; sub.u32 t, u, v;"
+            " mov.b32 one, 1065369472; mov.b32 b, 3275801408; mov.b32 z, 2147516416;"
+            " prmt.b32 u, t, 1128481603, 16704; fma.rn.bf16x2 u, u, one, b; fma.rn.bf16x2 $0, u, $3, z;"
+            " prmt.b32 v, t, 1128481603, 17218; fma.rn.bf16x2 v, v, one, b; fma.rn.bf16x2 $1, v, $4, z; }",
+            "=r,=r,r,r,r", [c, wide], dtype=tl.bfloat16, is_pure=True, pack=4,
+        )  # fmt: skip
+    # z = -0.0: adding it makes the fused multiply-add a plain product on every architecture.
+    code = (c.to(tl.int32) >> (4 * HIGH)) & 15
+    index = code & 7
+    magnitude = tl.where(index < 4, index, tl.where(index == 7, 12, 2 * index - 4))
+    value = tl.where(code > 7, -magnitude, magnitude).to(tl.float32)
+    return (value * wide.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def byte_of(word, index):
+    """Byte `index` of words as float32, through the mantissa of 2^23 + byte: no slow integer conversion."""
+    return (((word >> (8 * index)) & 255) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+
+
+@triton.jit
+def signed_byte_of(word, index):
+    """Byte `index` of words as a signed number in float32."""
+    return ((((word >> (8 * index)) & 255) ^ 128) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
+
+
+@triton.jit
+def nibble_of(word, index):
+    """Nibble `index` of words as float32."""
+    return (((word >> (4 * index)) & 15) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+
+
+@triton.jit
+def half_of(word, index):
+    """Half `index` of words, an IEEE half, as float32."""
+    return ((word >> (16 * index)) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def group_scale(ptr, step, j, n, rows, SCALE: tl.constexpr, WORDS: tl.constexpr, BIAS: tl.constexpr):
+    """Scale and offset [BN] of dot j: the dot's weights are scale * tile + offset (BIAS is what the tile has left)."""
+    offset = tl.zeros_like(n).to(tl.float32)
+    if SCALE == SCALE_HALF:
+        scale = half_of(load_word(ptr, step, j // 2, n, rows, WORDS), j % 2)
+    elif SCALE == SCALE_HALF_PAIR:
+        word = load_word(ptr, step, j, n, rows, WORDS)
+        scale = half_of(word, 0)
+        offset = tl.fma(scale, tl.full(scale.shape, BIAS, tl.float32), half_of(word, 1))
+    elif SCALE == SCALE_K:
+        pair = load_word(ptr, step, 0, n, rows, WORDS)
+        scale = half_of(pair, 0) * byte_of(load_word(ptr, step, 1 + j // 4, n, rows, WORDS), j % 4)
+        minimum = half_of(pair, 1) * byte_of(load_word(ptr, step, 3 + j // 4, n, rows, WORDS), j % 4)
+        offset = tl.fma(scale, tl.full(scale.shape, BIAS, tl.float32), -minimum)
+    elif SCALE == SCALE_K2:
+        pair = load_word(ptr, step, 0, n, rows, WORDS)
+        word = load_word(ptr, step, 1 + j // 4, n, rows, WORDS) >> (8 * (j % 4))
+        scale = half_of(pair, 0) * nibble_of(word, 0)
+        offset = -(half_of(pair, 1) * nibble_of(word, 1))
+    elif SCALE == SCALE_BYTE:
+        scale = load_word(ptr, step, 0, n, rows, WORDS).to(tl.float32, bitcast=True)
+        scale = scale * signed_byte_of(load_word(ptr, step, 1 + j // 4, n, rows, WORDS), j % 4)
+    elif SCALE == SCALE_ODD_NIBBLE:
+        scale = load_word(ptr, step, 0, n, rows, WORDS).to(tl.float32, bitcast=True)
+        scale = scale * (2.0 * nibble_of(load_word(ptr, step, 1 + j // 8, n, rows, WORDS), j % 8) + 1.0)
+    elif SCALE == SCALE_POWER:
+        # 2^(e - 128), subnormal below e = 2.
+        exponent = (load_word(ptr, step, j // 4, n, rows, WORDS) >> (8 * (j % 4))) & 255
+        bits = tl.where(exponent < 2, 0x200000 << exponent, (exponent - 1) << 23)
+        scale = bits.to(tl.float32, bitcast=True)
+    else:
+        scale = load_word(ptr, step, 0, n, rows, WORDS).to(tl.float32, bitcast=True)
+    return scale, offset
+
+
+@triton.jit
+def e4m3_scale(ptr, step, j, n, rows, WORDS: tl.constexpr):
+    """Unsigned E4M3 scale [BN] of dot j as bfloat16, subnormals included (exact)."""
+    word = load_word(ptr, step, j // 4, n, rows, WORDS)
+    bits = ((word >> (8 * (j % 4))) & 127) << 20
+    return (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(tl.bfloat16)

@@ -1,0 +1,145 @@
+"""The Triton matrix product against float64 on decoded weights, for every format, and row by row against itself."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from triton_device import DEVICE, ON_DEVICE, triton_marks
+
+from slimserve.ops.numerics import NumericsConfig
+from slimserve.quant import formats
+from slimserve.quant.tensor import PackedTensor
+
+pytestmark = triton_marks()
+if not any(mark.name == "skip" for mark in pytestmark):
+    from slimserve.ops.triton import linear as kernels
+    from slimserve.ops.triton.formats import TILE_FORMATS
+    from slimserve.ops.triton.relayout import refuses
+
+FORMATS = [
+    "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
+    "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "TQ2_0", "MXFP4", "NVFP4",
+    "E2M1_G16", "F8_E4M3", "INT4",
+]  # fmt: skip
+HALF_FIELDS = {
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
+    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ1_S": (0,), "IQ2_XXS": (0,), "IQ2_XS": (0,), "IQ2_S": (0,),
+    "IQ3_XXS": (0,), "IQ3_S": (0,), "IQ4_NL": (0,), "IQ4_XS": (0,), "TQ2_0": (64,),
+}  # fmt: skip
+
+
+def random_weight(name: str, rows: int, width: int, groups: int | None = None, block: bool = False) -> PackedTensor:
+    """Random bytes of a format with scales of ordinary size."""
+    fmt = formats.find_format(name)
+    assert fmt is not None
+    lead = (rows,) if groups is None else (groups, rows)
+    shape = (*lead, width)
+    plain = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    if name in plain:
+        return PackedTensor(fmt, shape, torch.randn(shape).to(plain[name]), name)
+    if name == "F8_E4M3":
+        data = torch.randn(shape).to(torch.float8_e4m3fn)
+        scale = torch.rand(*lead[:-1], -(-rows // 128), -(-width // 128)) if block else torch.rand(*lead, 1)
+        return PackedTensor(fmt, shape, data, name, {"weight_scale": scale + 0.1})
+    data = torch.randint(0, 256, (*lead, fmt.row_bytes(width)), dtype=torch.uint8)
+    if name == "E2M1_G16":
+        scale = (torch.rand(*lead, width // 16) * 3).to(torch.float8_e4m3fn)
+        scale[..., ::3] = torch.tensor(0.005).to(torch.float8_e4m3fn)  # subnormal
+        return PackedTensor(fmt, shape, data, name, {"weight_scale": scale, "global_scale": torch.tensor([0.03])})
+    if name == "INT4":
+        return PackedTensor(fmt, shape, data, name, {"weight_scale": torch.rand(*lead, width // 128).half()})
+    blocks = data.view(-1, fmt.block_bytes)
+    for offset in HALF_FIELDS.get(name, ()):
+        halves = (torch.randn(blocks.shape[0], 1) * 0.05).half()
+        blocks[:, offset : offset + 2] = halves.view(torch.uint8)
+    if name == "IQ1_M":
+        blocks[:, 49::2] = (blocks[:, 49::2] & 15) | torch.tensor([0x00, 0x00, 0x80, 0x20], dtype=torch.uint8)
+    if name == "MXFP4":
+        blocks[:, 0] = torch.randint(120, 130, (blocks.shape[0],), dtype=torch.uint8)
+    if name == "NVFP4":
+        blocks[:, 0:4] = torch.randint(0, 80, (blocks.shape[0], 4), dtype=torch.uint8)
+    return PackedTensor(fmt, shape, data, name)
+
+
+def multiply(weight: PackedTensor, x: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """The kernel's product, written between guard columns that must stay NaN."""
+    served = kernels.TritonLinear(weight, torch.device(DEVICE), NumericsConfig())
+    rows = weight.shape[0]
+    guarded = torch.full((x.shape[0] + 1, rows + 2), math.nan, dtype=out_dtype, device=DEVICE)
+    served(x.to(DEVICE), guarded[:-1, 1:-1])
+    assert guarded[:, 0].isnan().all() and guarded[:, -1].isnan().all() and guarded[-1].isnan().all()
+    assert int(served.locks.sum()) == 0
+    return guarded[:-1, 1:-1]
+
+
+def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got.double().cpu() - expected).norm() / expected.norm())
+
+
+WIDTH = 5120 if ON_DEVICE else 256
+ROWS = 300 if ON_DEVICE else 66
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_matches_float64(name: str) -> None:
+    torch.manual_seed(0)
+    weight = random_weight(name, ROWS, WIDTH)
+    assert refuses(name, weight.shape) is None
+    decoded = weight.dequantize().double()
+    for dtype, count, bound in ((torch.bfloat16, 3, 2e-5), (torch.float32, 1, 2e-5)):
+        x = torch.randn(count, WIDTH).to(dtype)
+        got = multiply(weight, x, torch.float32)
+        assert relative(got, x.double() @ decoded.T) < bound, dtype
+
+
+def test_fp8_block_scales_and_a_tail() -> None:
+    weight = random_weight("F8_E4M3", 150, 416, block=True)
+    x = torch.randn(3, 416).bfloat16()
+    assert relative(multiply(weight, x, torch.float32), x.double() @ weight.dequantize().double().T) < 2e-5
+
+
+@pytest.mark.parametrize(("name", "width"), [("Q4_1", 96), ("Q5_0", 288), ("Q8_0", 32), ("BF16", 48), ("F32", 20)])
+def test_widths_that_are_no_multiple_of_a_step(name: str, width: int) -> None:
+    weight = random_weight(name, 5, width)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x = torch.randn(2, width).to(dtype)
+        assert relative(multiply(weight, x, torch.float32), x.double() @ weight.dequantize().double().T) < 2e-5
+
+
+COUNTS = (1, 2, 3, 8, 16, 33, 64, 300, 2049) if ON_DEVICE else (1, 9)
+ROW_FORMATS = FORMATS if ON_DEVICE else ["Q4_K", "Q8_0"]
+
+
+@pytest.mark.parametrize("name", ROW_FORMATS)
+def test_a_row_does_not_depend_on_the_number_of_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    width = 4096 if ON_DEVICE else 1280
+    weight = random_weight(name, 200 if ON_DEVICE else 40, width)
+    served = kernels.TritonLinear(weight, torch.device(DEVICE), NumericsConfig())
+    assert served.segments.count > 1
+    x = torch.randn(max(COUNTS), width).bfloat16().to(DEVICE)
+    results = []
+    for processors in (0, 1 << 20):  # segments one after the other; segments in parallel
+        monkeypatch.setattr(kernels, "multiprocessors", lambda device, n=processors: n)
+        for count in COUNTS:
+            out = torch.full((count, weight.shape[0]), math.nan, device=DEVICE)
+            served(x[:count], out)
+            results.append(out)
+    for once, spread in zip(results[: len(COUNTS)], results[len(COUNTS) :], strict=True):
+        assert torch.equal(once, spread)
+    for out in results:
+        # The interpreter multiplies through BLAS, whose order depends on the tile; a device's must not.
+        same = torch.equal if ON_DEVICE else torch.allclose
+        assert same(out, results[len(COUNTS) - 1][: out.shape[0]])
+
+
+def test_extreme_activations_stay_finite() -> None:
+    weight = random_weight("Q4_K", 20, 256)
+    x = (torch.randn(2, 256) * 1e4).bfloat16()
+    assert relative(multiply(weight, x, torch.float32), x.double() @ weight.dequantize().double().T) < 2e-5
+
+
+def test_every_format_of_the_kernel_is_tested() -> None:
+    assert set(TILE_FORMATS) == set(FORMATS)
