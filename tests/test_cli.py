@@ -310,6 +310,18 @@ def test_a_chat_remembers_and_a_full_context_does_not_end_it() -> None:
     assert terminal.end() == 0
 
 
+def test_without_a_profile_the_person_picks_one() -> None:
+    terminal = Terminal()
+    terminal.until("profile .number or name.: ")
+    terminal.send("no such thing\n")
+    terminal.until("not in the list")
+    terminal.until("profile .number or name.: ")
+    terminal.send("1\n")
+    terminal.until("> ")
+    terminal.send("/quit\n")
+    assert terminal.end() == 0
+
+
 def test_ctrl_c_in_one_answer_ends_with_130() -> None:
     terminal = Terminal("any", "-p", "endless")
     terminal.until("[a-p ]{5}")

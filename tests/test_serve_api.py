@@ -336,10 +336,12 @@ def thousand(server: Harness, count: int) -> None:
         assert process.memory_info().rss - after_warm_up < 20 * 2**20, "memory grows with requests"
 
 
-def test_1000_requests_in_a_row(server: Harness) -> None:
-    thousand(server, 1000)
+def test_1000_requests_in_a_row() -> None:
+    with harness() as server:
+        thousand(server, 1000)
 
 
 @pytest.mark.slow
-def test_soak_20000_requests(server: Harness) -> None:
-    thousand(server, 20_000)
+def test_soak_20000_requests() -> None:
+    with harness() as server:
+        thousand(server, 20_000)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from slimserve.profiles.registry import load_catalog
 from slimserve.serve import limits, protocol
 from slimserve.serve.metrics import Metrics
+from slimserve.serve.parsers import call_format, reasoning_format
 
 TEXT = (Path(__file__).parent.parent / "docs" / "serving.md").read_text(encoding="utf-8")
 
@@ -45,3 +47,9 @@ def test_every_bound_is_documented() -> None:
 def test_every_metric_is_documented() -> None:
     names = {family.name for family in Metrics().registry.collect()}
     assert [name for name in sorted(names) if name not in TEXT] == []
+
+
+def test_reply_formats_of_all_profiles_exist() -> None:
+    for name, record in load_catalog().records.items():
+        for known, given in ((call_format, record.tool_parser), (reasoning_format, record.reasoning_parser)):
+            assert not given or known(given), name

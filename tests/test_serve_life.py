@@ -138,6 +138,28 @@ def test_after_the_grace_period_the_rest_ends_with_an_error() -> None:
         assert not engine.is_running()
 
 
+def test_a_stop_signal_while_loading_leaves_nothing_behind(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    pid_file, folder = tmp_path / "pid", tmp_path / "tmp"
+    folder.mkdir()
+    arguments = json.dumps({"load_seconds": 60, "pid_file": str(pid_file)})
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), "0", "1", arguments],
+        env={**environment, "TMPDIR": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    deadline = time.monotonic() + 30
+    while not (pid_file.exists() and pid_file.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert len(list(folder.iterdir())) == 1
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=10)
+    assert not psutil.pid_exists(int(pid_file.read_text()))
+    assert list(folder.iterdir()) == []
+
+
 def test_a_taken_port_is_wrong_use_before_anything_is_loaded() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

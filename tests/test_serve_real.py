@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -92,3 +93,40 @@ def test_prompt_logprobs_agree_with_generation(server: Harness) -> None:
         assert echoed.logprobs.token_logprobs[0] is None
         assert echoed.logprobs.token_logprobs[len(tokens) :] == made.logprobs.token_logprobs
         assert echoed.text == "Once upon a time" + made.text
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+def test_a_tool_call_of_the_demo_model() -> None:
+    path = cache_folder() / "models" / "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
+    if not path.exists():
+        pytest.skip(f"{path} is not here; `slimserve fetch qwen25-coder-0.5b` brings it")
+    opened = open_model("qwen25-coder-0.5b", None, EngineFlags(ctx=512, max_seqs=2, threads=2), serving=True)
+    running = Harness(process=True, spec=opened.spec, text=opened.text)
+    try:
+        with openai.OpenAI(base_url=running.url + "/v1", api_key="x", max_retries=0) as client:
+            body: Any = {"model": "fake", "temperature": 0, "max_tokens": 48, "tools": [TOOL]}
+            body["messages"] = [{"role": "user", "content": "What is the weather in Oslo?"}]
+            whole = client.chat.completions.create(**body).choices[0]
+            assert whole.finish_reason == "tool_calls" and whole.message.tool_calls is not None
+            (call,) = whole.message.tool_calls
+            assert call.function.name == "get_weather" and json.loads(call.function.arguments) == {"city": "Oslo"}
+            arguments, finish = "", None
+            for chunk in client.chat.completions.create(stream=True, **body):
+                for piece in chunk.choices[0].delta.tool_calls or []:
+                    arguments += piece.function.arguments or ""
+                finish = chunk.choices[0].finish_reason
+            assert arguments == call.function.arguments and finish == "tool_calls"
+            body["tool_choice"] = "none"
+            plain = client.chat.completions.create(**body).choices[0]
+            assert plain.message.tool_calls is None and plain.message.content
+    finally:
+        running.close()

@@ -106,13 +106,15 @@ def choose_sampling(
 
 def _serve(opened: Opened, host: str, port: int, api_key: str | None, names: tuple[str, ...], quiet: bool) -> None:
     from slimserve.cli.terminal import LoadProgress
-    from slimserve.serve.server import ServerOptions, serve
+    from slimserve.serve.server import ServerOptions, is_loopback, serve
 
     progress = LoadProgress()
 
     def ready(info: EngineInfo, url: str) -> None:
         progress.close()
         opened.describe(info)
+        if options.api_key is None and not is_loopback(host):
+            say(f"whoever reaches {host} may use this server; --api-key asks for a key")
         say(f"serving {', '.join(options.names)} at {url}/v1 (Ctrl-C stops)")
 
     options = ServerOptions(names or opened.names, host, port, api_key or None, quiet)

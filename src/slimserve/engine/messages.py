@@ -44,7 +44,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     """Counters and gauges of an engine at one moment.
 
     cache_used and cache_total are in bytes. prefix_query_tokens counts prompt tokens looked up,
-    prefix_hit_tokens those reused; num_drafted counts drafted tokens, num_accepted those that held; cut_by counts requests whose hit was shortened, by the group that cut it.
+    prefix_hit_tokens those reused; num_drafted counts drafted tokens, num_accepted those that held; cut_by counts
+    requests whose hit was shortened, by the group that cut it.
     """
 
     num_waiting: int = 0

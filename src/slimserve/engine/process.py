@@ -319,6 +319,7 @@ class ProcessEngine(_ClientCore):
             [sys.executable, "-P", "-c", _CHILD_CODE, str(os.getpid()), self._folder],
             stdin=subprocess.PIPE,  # the lifeline: closes when this process dies
             stdout=2,  # standard output belongs to the model's text
+            start_new_session=True,  # Ctrl-C in the terminal is the parent's to handle
             env=environment,
         )
 

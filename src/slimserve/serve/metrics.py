@@ -41,6 +41,8 @@ class _EngineCollector(Collector):
             ("slimserve_prefix_hit_tokens", "prompt tokens reused from the prefix cache", stats.prefix_hit_tokens),
             ("slimserve_preemptions", "requests taken off the device to be recomputed", stats.num_preemptions),
             ("slimserve_steps", "engine steps", stats.num_steps),
+            ("slimserve_drafted_tokens", "tokens drafted", stats.num_drafted),
+            ("slimserve_accepted_tokens", "drafted tokens that held", stats.num_accepted),
         )
         for name, words, value in counters:
             yield CounterMetricFamily(name, words, value=float(value))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import signal
 import socket
 import threading
@@ -59,6 +60,14 @@ def open_socket(host: str, port: int) -> socket.socket:
         words = getattr(error, "strerror", None) or error
         raise UsageError(f"cannot listen on {host}:{port}: {words}; choose another --host or --port") from error
     return bound
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class _Uvicorn(uvicorn.Server):
@@ -125,7 +134,8 @@ def serve(
     """
     with contextlib.closing(open_socket(options.host, options.port)) as listener:
         router = Router()
-        client = ProcessEngine(spec, router, progress)
+        with _stoppable():
+            client = ProcessEngine(spec, router, progress)
         router.client = client
         state = ServerState(
             text=text,
@@ -143,6 +153,20 @@ def serve(
             client.shutdown(0.0)
         if client.failure is not None:
             raise RunError(f"the engine stopped: {client.failure}")
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """While loading, SIGTERM ends like Ctrl-C does, so that the engine process and its folder are cleaned up."""
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _run_http(state: ServerState, listener: socket.socket, options: ServerOptions) -> None:
