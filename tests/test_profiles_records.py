@@ -306,6 +306,21 @@ def test_each_setting_is_used_or_refused(name: str) -> None:
         assert used, f"{name} changes nothing"
 
 
+def test_the_whole_configuration_crosses_to_the_engines_process() -> None:
+    """Every field that a setting can change survives the message; none is dropped on the way."""
+    import msgspec
+
+    from slimserve.engine.build import decode_config, encode_config
+
+    used = {name: value for name, value in OTHER.items() if name not in ("state_dtype", "numerics", "expert_parallel")}
+    used = {
+        name: value for name, value in used.items() if not name.endswith(("_parallel", "tier_bytes", "arena_bytes"))
+    }
+    config = resolve("qwen25-coder-0.5b", hardware=LAPTOP, flags=used).engine_config()
+    assert config.speculation.schedule == ((1, 4, 2),)
+    assert decode_config(msgspec.json.decode(msgspec.json.encode(encode_config(config)))) == config
+
+
 def test_every_setting_kind_is_described() -> None:
     assert set(OTHER) == set(SETTINGS)
     assert {spec.kind for spec in SETTINGS.values()} == set(SettingKind)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from typing import Any
 
@@ -14,9 +13,11 @@ from slimserve.engine.config import (
     Activations,
     CacheConfig,
     CacheDtype,
+    DrafterKind,
     EngineConfig,
     NumericsConfig,
     SchedulerConfig,
+    SpeculationConfig,
 )
 from slimserve.engine.driver import LoadedEngine, ProgressCallback
 from slimserve.engine.loop import Engine
@@ -44,33 +45,13 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 def encode_config(config: EngineConfig) -> dict[str, Any]:
     """An EngineConfig as plain values, for a message."""
-    numerics = config.numerics
-    return {
-        "device": config.device,
-        "num_threads": config.num_threads,
-        "cache": {**dataclasses.asdict(config.cache), "dtype": config.cache.dtype.value},
-        "scheduler": dataclasses.asdict(config.scheduler),
-        "numerics": {
-            **dataclasses.asdict(numerics),
-            "activation_dtype": str(numerics.activation_dtype).removeprefix("torch."),
-            "cpu_activations": numerics.cpu_activations.value,
-        },
-    }
+    values: dict[str, Any] = msgspec.to_builtins(config, enc_hook=lambda dtype: str(dtype).removeprefix("torch."))
+    return values
 
 
 def decode_config(values: dict[str, Any]) -> EngineConfig:
-    """The EngineConfig that encode_config wrote."""
-    cache, numerics = dict(values["cache"]), dict(values["numerics"])
-    cache["dtype"] = CacheDtype(cache["dtype"])
-    numerics["activation_dtype"] = getattr(torch, numerics["activation_dtype"])
-    numerics["cpu_activations"] = Activations(numerics["cpu_activations"])
-    return EngineConfig(
-        device=values["device"],
-        num_threads=values["num_threads"],
-        cache=CacheConfig(**cache),
-        scheduler=SchedulerConfig(**values["scheduler"]),
-        numerics=NumericsConfig(**numerics),
-    )
+    """The EngineConfig that encode_config wrote; an unknown or malformed value is a ValidationError."""
+    return msgspec.convert(values, EngineConfig, dec_hook=lambda _kind, name: getattr(torch, name))
 
 
 def build(arguments: dict[str, Any], progress: ProgressCallback) -> LoadedEngine:

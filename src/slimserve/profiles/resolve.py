@@ -15,9 +15,11 @@ from slimserve.engine.config import (
     Activations,
     CacheConfig,
     CacheDtype,
+    DrafterKind,
     EngineConfig,
     NumericsConfig,
     SchedulerConfig,
+    SpeculationConfig,
 )
 from slimserve.errors import RefusalError, UsageError
 from slimserve.fetch import FileSource
@@ -113,7 +115,9 @@ class ResolvedProfile:
     @property
     def max_draft(self) -> int:
         """Most drafted tokens of a row."""
-        return 0 if self.value("drafter") == "none" else most_drafts(self.value("draft_schedule") or ((1, 1, 1),))
+        if self.value("drafter") == "none":
+            return 0
+        return most_drafts(self.value("draft_schedule") or ()) or SpeculationConfig().max_draft
 
     def refusals(self) -> tuple[str, ...]:
         """What keeps this configuration from running in this build, one clause each."""
@@ -150,11 +154,20 @@ class ResolvedProfile:
                 skip_ahead=value("skip_ahead"),
                 ageing_steps=value("ageing_steps"),
             ),
+            speculation=self._speculation(),
             numerics=NumericsConfig(
                 activation_dtype=torch.float32 if value("activation_dtype") == "float32" else torch.bfloat16,
                 cpu_activations=Activations(value("cpu_activations")),
             ),
         )
+
+    def _speculation(self) -> SpeculationConfig:
+        """Drafting as recorded; none where this build lacks the drafter (such a profile is refused or only planned)."""
+        kinds = {kind.value: kind for kind in DrafterKind}
+        kind = kinds.get(self.value("drafter"), DrafterKind.NONE)
+        if kind is DrafterKind.NONE:
+            return SpeculationConfig()
+        return SpeculationConfig(kind, self.max_draft, self.value("draft_schedule") or ())
 
     def model_path(
         self, progress: fetch.Progress | None = None, fetch_settings: fetch.FetchSettings | None = None
@@ -392,9 +405,9 @@ def _refused_settings(settings: Mapping[str, Setting], device: DeviceKind) -> li
         refused.append(f"state_dtype {value['state_dtype']} (recurrent state is kept in f32)")
     if value["numerics"] != "exact":
         refused.append("numerics fast (every kernel of this build is exact)")
-    if value["drafter"] != "none":
-        refused.append(f"drafter {value['drafter']} (this build drafts nothing yet)")
-    elif value["draft_schedule"]:
+    if value["drafter"] not in {kind.value for kind in DrafterKind}:
+        refused.append(f"drafter {value['drafter']} (this build does not have it)")
+    elif value["drafter"] == "none" and value["draft_schedule"]:
         refused.append("draft_schedule without a drafter")
     for name in ("tensor_parallel", "data_parallel"):
         if value[name] != 1:
