@@ -26,7 +26,8 @@ Unpacked = tuple[torch.Tensor | None, torch.Tensor | None]
 class TileFormat:
     """How a format meets the kernel: constants of `linear_kernel`, and `unpack` for whole blocks.
 
-    step, dot: elements of one step of K and of one product. low_bits, high_bits: bits of a code in the two planes.
+    step, dot: elements of one step of K and of one product. low_bits, high_bits: bits of a code in the two planes, word_bits of
+    a plane's elements.
     field_bits: width of what `unpack` calls words (packed into int32 words per step where narrower).
     words: int32 words per row and step, and bias: what the tile leaves to the offset (see `tiles`). grid: name of
     the table of an I format and the factor that its entries are multiplied with.
@@ -39,6 +40,7 @@ class TileFormat:
     unpack: Callable[[torch.Tensor], Unpacked] | None = None
     low_bits: int = 0
     high_bits: int = 0
+    word_bits: int = 8
     field_bits: int = 32
     bias: int = 0
     words: int = 1
@@ -231,7 +233,8 @@ def _tq2_0(blocks: torch.Tensor) -> Unpacked:
 
 NIBBLE_128 = {"step": 128, "dot": 32, "low_bits": 4}
 K_256 = {"step": 256, "dot": 32, "low_bits": 4}
-SUB_16 = {"step": 256, "dot": 16}
+E4M3_16 = {"step": 128, "dot": 16, "word_bits": 16, "low_bits": 4, "words": 2, "field_bits": 8}
+SUB_16 = {"step": 256, "dot": 16, "word_bits": 16}
 
 
 def _grid(unpack: Callable[[torch.Tensor], Unpacked], table: str, words: int, dot: int, **more: object) -> TileFormat:
@@ -283,10 +286,8 @@ TILE_FORMATS: dict[str, TileFormat] = {
     "MXFP4": TileFormat(
         tiles.NIBBLE_E2M1.value, tiles.SCALE_POWER.value, unpack=_mxfp4, words=1, field_bits=8, **NIBBLE_128
     ),
-    "NVFP4": TileFormat(
-        tiles.NIBBLE_E2M1.value, tiles.SCALE_E4M3.value, 128, 16, _nvfp4, low_bits=4, words=2, field_bits=8
-    ),
-    "E2M1_G16": TileFormat(tiles.NIBBLE_E2M1.value, tiles.SCALE_E4M3.value, 128, 16, low_bits=4, words=2, field_bits=8),
+    "NVFP4": TileFormat(tiles.WORD_E2M1.value, tiles.SCALE_E4M3.value, unpack=_nvfp4, **E4M3_16),
+    "E2M1_G16": TileFormat(tiles.WORD_E2M1.value, tiles.SCALE_E4M3.value, **E4M3_16),
     "INT4": TileFormat(tiles.NIBBLE.value, tiles.SCALE_FLOAT.value, bias=8, words=1, **NIBBLE_128),
     "F8_E4M3": TileFormat(tiles.FLOAT8.value, tiles.SCALE_NONE.value, 128, 64, low_bits=8),
     "TQ2_0": TileFormat(tiles.TWO_BITS.value, tiles.SCALE_FLOAT.value, unpack=_tq2_0, low_bits=2, bias=1, **SUB_16),

@@ -25,6 +25,7 @@ from slimserve.ops.triton.tiles import (
     SIX_BITS,
     THREE_BITS,
     TWO_BITS,
+    WORD_E2M1,
     e2m1,
     e4m3_scale,
     group_scale,
@@ -32,8 +33,10 @@ from slimserve.ops.triton.tiles import (
     load_tile,
     nibble,
     signed_byte,
-    two_bits,
     two_planes,
+    word_e2m1,
+    word_field,
+    word_fields,
 )
 from slimserve.ops.triton.tiles_grid import grid_tile
 
@@ -52,26 +55,24 @@ def decode_tile(
     elif CODE == NIBBLE_LEVELS:
         tile = levels(load_tile(c0_ptr, step, j // 2, n, rows, DOTS // 2, KD), j % 2, ASM)
     elif CODE == NIBBLE_E2M1:
-        codes = load_tile(c0_ptr, step, j // 2, n, rows, DOTS // 2, KD)
-        if SCALE == SCALE_E4M3:
-            scale = e4m3_scale(words_ptr, step, j, n, rows, WORDS)
-        else:
-            scale = tl.full(n.shape, 1.0, tl.bfloat16)
-        tile = e2m1(codes, scale, j % 2, ASM)
+        tile = e2m1(load_tile(c0_ptr, step, j // 2, n, rows, DOTS // 2, KD), j % 2, ASM)
     elif CODE == FIVE_BITS:
         codes = load_tile(c0_ptr, step, j // 2, n, rows, DOTS // 2, KD)
         high = load_tile(c1_ptr, step, j // 8, n, rows, DOTS // 8, KD)
         tile = two_planes(codes, high, 4 * (j % 2), 15, j % 8, 1, 4, BIAS, ASM)
     elif CODE == SIX_BITS:
-        codes = load_tile(c0_ptr, step, j // 2, n, rows, DOTS // 2, KD)
-        high = load_tile(c1_ptr, step, j // 4, n, rows, DOTS // 4, KD)
-        tile = two_planes(codes, high, 4 * (j % 2), 15, 2 * (j % 4), 3, 4, BIAS, ASM)
-    elif CODE == TWO_BITS:
-        tile = two_bits(load_tile(c0_ptr, step, j // 4, n, rows, DOTS // 4, KD), j % 4, BIAS, ASM)
-    elif CODE == THREE_BITS:
         codes = load_tile(c0_ptr, step, j // 4, n, rows, DOTS // 4, KD)
         high = load_tile(c1_ptr, step, j // 8, n, rows, DOTS // 8, KD)
-        tile = two_planes(codes, high, 2 * (j % 4), 3, j % 8, 1, 2, BIAS, ASM)
+        tile = word_fields(codes, high, 4 * (j % 4), 15, 2 * (j % 8), 3, 4, BIAS, ASM)
+    elif CODE == TWO_BITS:
+        tile = word_field(load_tile(c0_ptr, step, j // 8, n, rows, DOTS // 8, KD), 2 * (j % 8), 3, BIAS, ASM)
+    elif CODE == THREE_BITS:
+        codes = load_tile(c0_ptr, step, j // 8, n, rows, DOTS // 8, KD)
+        high = load_tile(c1_ptr, step, j // 16, n, rows, DOTS // 16, KD)
+        tile = word_fields(codes, high, 2 * (j % 8), 3, j % 16, 1, 2, BIAS, ASM)
+    elif CODE == WORD_E2M1:
+        codes = load_tile(c0_ptr, step, j // 4, n, rows, DOTS // 4, KD)
+        tile = word_e2m1(codes, e4m3_scale(words_ptr, step, j, n, rows, WORDS), j % 4, ASM)
     elif CODE == SIGNED_BYTE:
         tile = signed_byte(load_tile(c0_ptr, step, j, n, rows, DOTS, KD), ASM)
     elif CODE == FLOAT8:

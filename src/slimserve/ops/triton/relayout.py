@@ -42,6 +42,9 @@ class TileWeight:
         return sum(t.numel() * t.element_size() for t in held if t is not None)
 
 
+_WORDS = {8: torch.uint8, 16: torch.int16}
+
+
 def refuses(packed_format: str, shape: tuple[int, ...] | None) -> str | None:
     """Why the kernel does not serve a format, or None."""
     fmt = TILE_FORMATS.get(packed_format)
@@ -52,16 +55,16 @@ def refuses(packed_format: str, shape: tuple[int, ...] | None) -> str | None:
     return None
 
 
-def _plane(codes: torch.Tensor, bits: int, shift: int) -> torch.Tensor:
-    """Bits [shift, shift + bits) of codes [r, steps, dots, W], 8 / bits dots to a tile: [steps, tiles, r, W]."""
+def _plane(codes: torch.Tensor, bits: int, shift: int, word_bits: int) -> torch.Tensor:
+    """Bits [shift, shift + bits) of codes [r, steps, dots, W], word_bits / bits dots to a tile: [steps, tiles, r, W]."""
     rows, steps, dots, width = codes.shape
-    per_tile = 8 // bits
-    fields = (codes >> shift) & ((1 << bits) - 1)
+    per_tile = word_bits // bits
+    fields = (codes.to(torch.int32) >> shift) & ((1 << bits) - 1)
     fields = fields.view(rows, steps, dots // per_tile, per_tile, width)
     packed = fields[:, :, :, 0].clone()
     for field in range(1, per_tile):
         packed |= fields[:, :, :, field] << (bits * field)
-    return packed.permute(1, 2, 0, 3)
+    return packed.permute(1, 2, 0, 3).to(_WORDS[word_bits])
 
 
 def _unpack(
@@ -99,17 +102,23 @@ def _side_fields(packed: PackedTensor, fmt: TileFormat, steps: int) -> torch.Ten
 
 
 def _row_scale(packed: PackedTensor, rows: int) -> torch.Tensor | None:
-    """What multiplies a whole output row [N]: per-row and per-tensor scales, halves of doubled levels."""
+    """What multiplies a whole output row [N]: per-row and per-tensor scales, and the 2^7 that `tiles.word_e2m1`
+    leaves."""
     name = packed.format.name
     scale: torch.Tensor | None = None
     if name in ("NVFP4", "E2M1_G16"):
-        scale = torch.full((rows,), 0.5)
+        scale = torch.full((rows,), 128.0)
     if (whole := packed.scales.get("global_scale")) is not None:
         scale = (torch.ones(rows) if scale is None else scale) * whole.float().cpu().reshape(-1)
     own = packed.scales.get("weight_scale")
     if name == "F8_E4M3" and own is not None and not has_block_scale(packed):
         scale = own.float().cpu().reshape(-1).expand(rows).clone()
     return scale
+
+
+def _empty_plane(fmt: TileFormat, bits: int, steps: int, rows: int, device: torch.device) -> torch.Tensor:
+    tiles = fmt.step // fmt.dot * bits // fmt.word_bits
+    return torch.empty((steps, tiles, rows, fmt.dot), dtype=_WORDS[fmt.word_bits], device=device)
 
 
 def _matrix(packed: PackedTensor, fmt: TileFormat, device: torch.device) -> list[torch.Tensor | None]:
@@ -126,9 +135,9 @@ def _matrix(packed: PackedTensor, fmt: TileFormat, device: torch.device) -> list
     dots, low, high, words = fmt.step // fmt.dot, None, None, None
     side = _side_fields(packed, fmt, steps)
     if fmt.low_bits:
-        low = torch.empty((steps, dots * fmt.low_bits // 8, rows, fmt.dot), dtype=torch.uint8, device=device)
+        low = _empty_plane(fmt, fmt.low_bits, steps, rows, device)
     if fmt.high_bits:
-        high = torch.empty((steps, dots * fmt.high_bits // 8, rows, fmt.dot), dtype=torch.uint8, device=device)
+        high = _empty_plane(fmt, fmt.high_bits, steps, rows, device)
     if fmt.unpack is not None or side is not None:
         words = torch.empty((steps, fmt.words, rows), dtype=torch.int32, device=device)
     chunk = max(1, _CHUNK_ELEMENTS // max(1, width))
@@ -137,9 +146,9 @@ def _matrix(packed: PackedTensor, fmt: TileFormat, device: torch.device) -> list
         codes, fields = _unpack(packed, fmt, packed.data[start:stop].to(device))
         if codes is not None and low is not None:
             codes = codes.reshape(stop - start, steps, dots, fmt.dot)
-            low[:, :, start:stop] = _plane(codes, fmt.low_bits, 0)
+            low[:, :, start:stop] = _plane(codes, fmt.low_bits, 0, fmt.word_bits)
             if high is not None:
-                high[:, :, start:stop] = _plane(codes, fmt.high_bits, fmt.low_bits)
+                high[:, :, start:stop] = _plane(codes, fmt.high_bits, fmt.low_bits, fmt.word_bits)
         if side is not None:
             fields = side[start:stop].to(device)
         if fields is not None and words is not None:

@@ -25,6 +25,7 @@ NIBBLE_LEVELS = tl.constexpr(7)
 NIBBLE_E2M1 = tl.constexpr(8)
 GRID = tl.constexpr(9)
 PLAIN = tl.constexpr(10)
+WORD_E2M1 = tl.constexpr(11)
 
 # Scale kinds: how a group's scale (and offset) lie in the words of a row and step.
 SCALE_NONE = tl.constexpr(0)
@@ -41,7 +42,7 @@ SCALE_E4M3 = tl.constexpr(9)
 
 @triton.jit
 def load_tile(ptr, step, tile, n, rows, TILES: tl.constexpr, WIDTH: tl.constexpr):
-    """Bytes [BN, WIDTH] of one tile; planes are laid out [steps, TILES, rows, WIDTH]."""
+    """Bytes or 16-bit words [BN, WIDTH] of one tile; planes are laid out [steps, TILES, rows, WIDTH]."""
     base = (tl.cast(step, tl.int64) * TILES + tile) * rows * WIDTH
     return tl.load(ptr + base + n[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :])
 
@@ -98,17 +99,66 @@ def two_planes(
 
 
 @triton.jit
-def two_bits(c, FIELD: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr):
-    """Two-bit field FIELD of bytes, less BIAS."""
+def word_field(c, SHIFT: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr):
+    """Field (c >> SHIFT) & MASK of 16-bit words, less BIAS: two words to a register, no permutation needed."""
     if ASM:
         return tl.inline_asm_elementwise(
-            f"{{ .reg .b32 t, u, one, b; shr.b32 t, $2, {2 * FIELD}; and.b32 t, t, 50529027;"
-            f" mov.b32 one, 1065369472; mov.b32 b, {3271607040 + BIAS * 65537};"
-            f" prmt.b32 u, t, 1128481603, 16704; fma.rn.bf16x2 $0, u, one, b;"
-            f" prmt.b32 u, t, 1128481603, 17218; fma.rn.bf16x2 $1, u, one, b; }}",
-            "=r,=r,r", [c], dtype=tl.bfloat16, is_pure=True, pack=4,
+            f"{{ .reg .b32 t, one, b; shr.b32 t, $1, {SHIFT}; and.b32 t, t, {MASK * 65537}; or.b32 t, t, 1124090624;"
+            f" mov.b32 one, 1065369472; mov.b32 b, {3271607040 + BIAS * 65537}; fma.rn.bf16x2 $0, t, one, b; }}",
+            "=r,r", [c], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
-    return _widen((c.to(tl.int32) >> (2 * FIELD)) & 3, BIAS)
+    return _widen((c.to(tl.int32) >> SHIFT) & MASK, BIAS)
+
+
+@triton.jit
+def word_fields(
+    c, h, SHIFT: tl.constexpr, MASK: tl.constexpr, SHIFT_H: tl.constexpr, MASK_H: tl.constexpr,
+    LIFT: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Codes ((c >> SHIFT) & MASK) | (((h >> SHIFT_H) & MASK_H) << LIFT) of 16-bit words, less BIAS."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            f"{{ .reg .b32 t, u, one, b; shr.b32 t, $1, {SHIFT}; and.b32 t, t, {MASK * 65537}; or.b32 t, t, 1124090624;"
+            f" shr.b32 u, $2, {SHIFT_H}; and.b32 u, u, {MASK_H * 65537}; shl.b32 u, u, {LIFT}; or.b32 t, t, u;"
+            f" mov.b32 one, 1065369472; mov.b32 b, {3271607040 + BIAS * 65537}; fma.rn.bf16x2 $0, t, one, b; }}",
+            "=r,r,r", [c, h], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    low = (c.to(tl.int32) >> SHIFT) & MASK
+    return _widen(low | (((h.to(tl.int32) >> SHIFT_H) & MASK_H) << LIFT), BIAS)
+
+
+@triton.jit
+def word_e2m1(c, scale, FIELD: tl.constexpr, ASM: tl.constexpr):
+    """E2M1 nibble FIELD of 16-bit words times scale / 2^126, scale a bfloat16 [BN] of at most four significant bits.
+
+    Moved to bits 6..8 and 15 of a bfloat16 number, exponent, mantissa and sign of a nibble read as its value / 2^126,
+    subnormals included; the product with the scale is exact.
+    """
+    wide = tl.broadcast_to(scale[:, None], c.shape)
+    if ASM:
+        # -0.0 as the addend makes the fused multiply-add a plain product on every architecture.
+        if FIELD < 2:
+            return tl.inline_asm_elementwise(
+                f"{{ .reg .b32 t, u, z; shl.b32 t, $1, {6 - 4 * FIELD}; and.b32 t, t, 29360576;"
+                f" shl.b32 u, $1, {12 - 4 * FIELD}; and.b32 u, u, 2147516416; or.b32 t, t, u;"
+                " mov.b32 z, 2147516416; fma.rn.bf16x2 $0, t, $2, z; }",
+                "=r,r,r", [c, wide], dtype=tl.bfloat16, is_pure=True, pack=2,
+            )  # fmt: skip
+        return tl.inline_asm_elementwise(
+            f"{{ .reg .b32 t, u, z; shr.b32 t, $1, {4 * FIELD - 6}; and.b32 t, t, 29360576;"
+            f" shl.b32 u, $1, {12 - 4 * FIELD}; and.b32 u, u, 2147516416; or.b32 t, t, u;"
+            " mov.b32 z, 2147516416; fma.rn.bf16x2 $0, t, $2, z; }",
+            "=r,r,r", [c, wide], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    value = _e2m1_doubled((c.to(tl.int32) >> (4 * FIELD)) & 15)
+    return (value * (wide.to(tl.float32) * 5.877471754111438e-39)).to(tl.bfloat16)
+
+
+@triton.jit
+def _e2m1_doubled(code):
+    index = code & 7
+    magnitude = tl.where(index < 4, index, tl.where(index == 7, 12, 2 * index - 4))
+    return tl.where(code > 7, -magnitude, magnitude).to(tl.float32)
 
 
 @triton.jit
@@ -169,30 +219,23 @@ def _level_of(i):
 
 
 @triton.jit
-def e2m1(c, scale, HIGH: tl.constexpr, ASM: tl.constexpr):
-    """Twice the E2M1 value of nibbles times a bfloat16 scale [BN] of at most four significant bits: exact.
+def e2m1(c, HIGH: tl.constexpr, ASM: tl.constexpr):
+    """Twice the E2M1 value of nibbles.
 
     Doubled magnitudes 0 1 2 3 4 6 8 12; index bit 3 is the sign and reads as zero in a permutation, so positive and
     negated codes come from two look-ups; 192 + value is built in the low byte and 192 taken away.
     """
-    wide = tl.broadcast_to(scale[:, None], c.shape)
     if ASM:
         return tl.inline_asm_elementwise(
-            f"{{ .reg .b32 t, u, v, one, b, z; shr.b32 t, $2, {4 * HIGH}; and.b32 t, t, 252645135;"
+            f"{{ .reg .b32 t, u, v, one, b; shr.b32 t, $2, {4 * HIGH}; and.b32 t, t, 252645135;"
             " shr.b32 u, t, 4; or.b32 t, t, u; prmt.b32 t, t, 0, 17440;"
             " prmt.b32 u, 50462976, 201852420, t; xor.b32 t, t, 34952; prmt.b32 v, 50462976, 201852420, t;"
-            " add.u32 u, u, 1077952576; sub.u32 t, u, v;"
-            " mov.b32 one, 1065369472; mov.b32 b, 3275801408; mov.b32 z, 2147516416;"
-            " prmt.b32 u, t, 1128481603, 16704; fma.rn.bf16x2 u, u, one, b; fma.rn.bf16x2 $0, u, $3, z;"
-            " prmt.b32 v, t, 1128481603, 17218; fma.rn.bf16x2 v, v, one, b; fma.rn.bf16x2 $1, v, $4, z; }",
-            "=r,=r,r,r,r", [c, wide], dtype=tl.bfloat16, is_pure=True, pack=4,
+            " add.u32 u, u, 1077952576; sub.u32 t, u, v; mov.b32 one, 1065369472; mov.b32 b, 3275801408;"
+            " prmt.b32 u, t, 1128481603, 16704; fma.rn.bf16x2 $0, u, one, b;"
+            " prmt.b32 v, t, 1128481603, 17218; fma.rn.bf16x2 $1, v, one, b; }",
+            "=r,=r,r", [c], dtype=tl.bfloat16, is_pure=True, pack=4,
         )  # fmt: skip
-    # z = -0.0: adding it makes the fused multiply-add a plain product on every architecture.
-    code = (c.to(tl.int32) >> (4 * HIGH)) & 15
-    index = code & 7
-    magnitude = tl.where(index < 4, index, tl.where(index == 7, 12, 2 * index - 4))
-    value = tl.where(code > 7, -magnitude, magnitude).to(tl.float32)
-    return (value * wide.to(tl.float32)).to(tl.bfloat16)
+    return _e2m1_doubled((c.to(tl.int32) >> (4 * HIGH)) & 15).to(tl.bfloat16)
 
 
 @triton.jit
@@ -257,7 +300,10 @@ def group_scale(ptr, step, j, n, rows, SCALE: tl.constexpr, WORDS: tl.constexpr,
 
 @triton.jit
 def e4m3_scale(ptr, step, j, n, rows, WORDS: tl.constexpr):
-    """Unsigned E4M3 scale [BN] of dot j as bfloat16, subnormals included (exact)."""
+    """Unsigned E4M3 scale [BN] of dot j times 2^119 as bfloat16, subnormals included (exact).
+
+    The seven bits at a float32's exponent and mantissa read as the scale / 2^120; two products move them up.
+    """
     word = load_word(ptr, step, j // 4, n, rows, WORDS)
     bits = ((word >> (8 * (j % 4))) & 127) << 20
-    return (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(tl.bfloat16)
+    return (bits.to(tl.float32, bitcast=True) * 1.7014118346046923e38 * 5.192296858534828e33).to(tl.bfloat16)
