@@ -6,6 +6,10 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from slimserve.errors import FormatError
+
+_MAX_CHARACTERS = 2_000_000
+
 
 class _Node:
     __slots__ = ("children", "ends")
@@ -34,16 +38,26 @@ def words_pattern(words: Iterable[str]) -> re.Pattern[str] | None:
     """One compiled expression that matches the longest of `words` at a position; None without words.
 
     The alternatives are folded into a tree, so the cost at a position does not grow with the number of words
-    (Gemma 3 has 6,414 special tokens).
+    (Gemma 3 has 6,414 special tokens). Raises FormatError for tables beyond any model's.
     """
+    words = [word for word in words if word]
+    if sum(map(len, words)) > _MAX_CHARACTERS:
+        raise FormatError(
+            f"the tokenizer has {len(words):,} special tokens of {sum(map(len, words)):,} characters in all"
+        )
     root = _Node()
     for word in words:
         node = root
         for character in word:
             node = node.children.setdefault(character, _Node())
-        node.ends = node is not root
-    root.ends = False
-    return re.compile(_pattern_of(root)) if root.children else None
+        node.ends = True
+    if not root.children:
+        return None
+    try:
+        return re.compile(_pattern_of(root))
+    except RecursionError:
+        # Words that begin each other hundreds of times over: slower, but as right.
+        return re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))))
 
 
 @dataclass(frozen=True, slots=True)
