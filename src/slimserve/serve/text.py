@@ -39,7 +39,7 @@ class TextStream(Protocol):
         ...
 
     def flush(self) -> str:
-        """What is left; incomplete bytes become U+FFFD."""
+        """End of the text; a character that never became whole is left out."""
         ...
 
 
