@@ -151,9 +151,35 @@ def test_equal_prompts_at_the_same_time_end_with_one_copy() -> None:
     prompt = words(256, seed=3)
     for i in range(4):
         desk.engine.submit(Request(f"same{i}", prompt, SamplingParams(temperature=0.0), 5, ignore_eos=True))
+    desk.engine.submit(Request("other", words(70, seed=8), SamplingParams(temperature=0.0), 5, ignore_eos=True))
+    cached = {}
+    first = {output.request_id for output in desk.engine.step()}
+    assert first == {"same0"} or "other" in first, "requests with another prompt need not wait"
     while desk.engine.has_work:
-        desk.engine.step()
+        for output in desk.engine.step():
+            cached[output.request_id] = output.num_cached_tokens
         desk.engine.audit()
+    assert cached == {"same0": 0, "same1": 192, "same2": 192, "same3": 192, "other": 0}, "computed more than once"
+    desk.engine.cache.clear_index()
+    assert all(usage.num_held == 0 for usage in desk.engine.cache.usage())
+
+
+def test_a_block_computed_twice_is_kept_once() -> None:
+    """Two requests with one prompt prefill side by side: one was preempted and came back in the middle."""
+    desk = Desk((A, W), token_budget=64)
+    prompt = words(256, seed=3)
+    cache = desk.engine.cache
+    admissions = [cache.admit(cache.prompt(prompt)) for _ in range(2)]
+    for end in (64, 128, 192, 256):
+        for admission in admissions:
+            assert admission is not None and cache.reserve(admission[0], end)
+        for admission in admissions:
+            assert admission is not None
+            cache.commit(admission[0], prompt[end - 64 : end])
+            cache.audit()
+    for admission in admissions:
+        assert admission is not None
+        cache.release(admission[0])
     stored = {usage.name: usage.num_stored for usage in desk.engine.cache.usage()}
     assert stored["full"] == 4, "every block is kept once, whoever computed it"
 

@@ -121,6 +121,10 @@ class CacheManager:
         hashes = tuple(block_hashes(root, token_ids)) if self.prefix_caching else ()
         return Prompt(root, hashes, len(token_ids))
 
+    def known_blocks(self, prompt: Prompt) -> int:
+        """Blocks of the prompt's beginning that the index knows, restorable or not."""
+        return len(self._index.walk(prompt.hashes, len(prompt.hashes)))
+
     def match(self, prompt: Prompt) -> PrefixHit:
         """The longest stored boundary that every group can restore and that leaves a token to compute."""
         return self._match(prompt)[1]

@@ -10,13 +10,12 @@ from __future__ import annotations
 import bisect
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from slimserve.cache.contract import PrefixHit
-from slimserve.cache.manager import CacheManager, CacheSequence, Prompt
+from slimserve.cache.manager import CacheManager, Prompt
 from slimserve.engine.config import SchedulerConfig
+from slimserve.engine.job import Job, SchedulerCounters, tokens_of
 from slimserve.engine.request import FinishReason, Request, RequestState, TokenLogprob
 from slimserve.engine.speculate.contract import Drafter
 from slimserve.engine.speculate.control import SpeculationControl
@@ -25,52 +24,11 @@ from slimserve.errors import RequestError
 from slimserve.layers.contract import BLOCK_TOKENS
 
 _LEAST_PREFILL = 16
+_MOST_LOOKED_AT = 64
+"""Waiting requests that one step looks at."""
+
 _SCORED_CHUNK = 64
 """Most tokens of a row whose prompt log probabilities are wanted: each needs a row of logits."""
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """A request and what the scheduler knows about it. `serial` counts arrivals."""
-
-    request: Request
-    serial: int
-    prompt: Prompt | None = None
-    sequence: CacheSequence | None = None
-    steps_refused: int = 0
-    refused_at: int = -1
-    in_flight: bool = False
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Place among waiting and running requests."""
-        return -self.request.priority, self.serial
-
-    @property
-    def cost(self) -> tuple[int, int, int]:
-        """What giving way would lose: the least of these does."""
-        return self.request.priority, self.request.num_computed, -self.serial
-
-    @property
-    def num_pending(self) -> int:
-        """Known tokens that are not computed yet."""
-        return self.request.num_tokens - self.request.num_computed
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Totals since start."""
-
-    prefix_query_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    num_preemptions: int = 0
-    num_refused: int = 0
-    cut_by: Counter[str] = field(default_factory=Counter)
-    finished: Counter[str] = field(default_factory=Counter)
 
 
 class Scheduler:
@@ -258,14 +216,14 @@ class Scheduler:
     def _plan_chunk(self, job: Job, rows: dict[int, Row], share: int) -> int:
         """Plan up to `share` tokens of a job's prompt (and of the output it had before preemption); how many."""
         request, start = job.request, job.request.num_computed
-        scored = request.sampling.prompt_logprobs and request.num_prompt_scored < len(request.prompt_token_ids) - 1
+        scored = self._is_scored(request)
         length = min(job.num_pending, share, _SCORED_CHUNK if scored else share)
         if length < job.num_pending and (start + length) % BLOCK_TOKENS < length:
             length -= (start + length) % BLOCK_TOKENS  # whole blocks where the prompt goes on
         if not self._reserve(job, start + length, rows):
             return 0
         assert job.sequence is not None
-        token_ids = tuple(_tokens(request, start, start + length))
+        token_ids = tuple(tokens_of(request, start, start + length))
         ends = length == job.num_pending
         num_scored = 0
         if scored:
@@ -302,14 +260,47 @@ class Scheduler:
     def _admit_next(self, rows: dict[int, Row]) -> Job | None:
         """Start the first waiting request that fits. One that does not may be passed, by its equals in priority and
         until it has aged."""
-        for place, job in enumerate(self._waiting[: self._config.skip_ahead + 1]):
-            if job.request.priority != self._waiting[0].request.priority:
+        passed = 0
+        for place, job in enumerate(self._waiting[:_MOST_LOOKED_AT]):
+            if job.request.priority != self._waiting[0].request.priority or passed > self._config.skip_ahead:
                 break
+            full = len(self._running) >= self._config.max_sequences
+            if not full and self._is_being_computed(job):
+                continue
             if self._admit(job) or (place == 0 and self._make_way(job, rows)):
                 return job
-            if len(self._running) >= self._config.max_sequences or job.steps_refused >= self._config.ageing_steps:
+            if full or job.steps_refused >= self._config.ageing_steps:
                 break
+            passed += 1
         return None
+
+    def _is_being_computed(self, job: Job) -> bool:
+        """Whether a running prompt is about to compute the next block of this one: waiting for it computes it once."""
+        owners = [owner for owner in self._running if owner.num_pending > 1]
+        if not owners or self._is_scored(job.request):
+            return False
+        prompt = self._prompt_of(job)
+        hashes = prompt.hashes[: (prompt.num_tokens - 1) // BLOCK_TOKENS]
+        known = self._cache.known_blocks(prompt)
+        if known >= len(hashes):
+            return False
+        return any(
+            owner.prompt is not None
+            and owner.request.num_computed <= known * BLOCK_TOKENS
+            and owner.prompt.hashes[known : known + 1] == hashes[known : known + 1]
+            for owner in owners
+        )
+
+    @staticmethod
+    def _is_scored(request: Request) -> bool:
+        """Whether prompt log probabilities are still owed: then every prompt token must be computed."""
+        return request.sampling.prompt_logprobs and request.num_prompt_scored < len(request.prompt_token_ids) - 1
+
+    def _prompt_of(self, job: Job) -> Prompt:
+        if job.prompt is None:
+            request = job.request
+            job.prompt = self._cache.prompt(tokens_of(request, 0, request.num_tokens), request.cache_salt)
+        return job.prompt
 
     def _make_way(self, job: Job, rows: dict[int, Row]) -> bool:
         """Preempt requests of lower priority until the job fits."""
@@ -329,10 +320,9 @@ class Scheduler:
             job.steps_refused += 1
             return False
         request = job.request
-        if job.prompt is None:
-            job.prompt = self._cache.prompt(_tokens(request, 0, request.num_tokens), request.cache_salt)
-        scored = request.sampling.prompt_logprobs and request.num_prompt_scored < len(request.prompt_token_ids) - 1
-        admission = self._cache.admit(job.prompt, use_prefix=not scored, headroom=len(self._running))
+        admission = self._cache.admit(
+            self._prompt_of(job), use_prefix=not self._is_scored(request), headroom=len(self._running)
+        )
         if admission is None:
             job.refused_at = self._cache.num_releases
             job.steps_refused += 1
@@ -475,12 +465,3 @@ class Scheduler:
             num_cached_tokens=request.num_cached,
             cache_cut_by=request.cache_cut_by,
         )
-
-
-def _tokens(request: Request, start: int, end: int) -> list[int]:
-    """Tokens start .. end - 1 of prompt and output."""
-    prompt = request.prompt_token_ids
-    if end <= len(prompt):
-        return prompt[start:end]
-    first = max(0, start - len(prompt))
-    return [*prompt[start:], *request.output_token_ids[first : end - len(prompt)]]
