@@ -60,7 +60,9 @@ class Attention:
             q = self.q_norm(q)
         if self.k_norm is not None:
             k = self.k_norm(k)
-        if self.rotary is not None:
+        if self.rotary is not None and self.q_norm is None and self.k_norm is None:
+            self.rotary(heads[:, :keys_end], step.positions)  # q and k are views of it: one call turns both
+        elif self.rotary is not None:
             self.rotary(q, step.positions)
             self.rotary(k, step.positions)
         group = step.groups[cache.group]
