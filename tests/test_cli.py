@@ -162,6 +162,12 @@ def test_a_load_that_is_refused_is_3(fake: dict[str, Any], capsys: pytest.Captur
     assert "does not fit" in capsys.readouterr().err
 
 
+def test_an_engine_that_fails_is_1_and_no_trace(fake: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli_main.main(["any", "-p", "raise!"]) == 1
+    err = capfd.readouterr().err
+    assert "as asked" in err and "Traceback" not in err
+
+
 def test_nobody_to_ask_for_a_profile_is_wrong_use(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,10 +15,23 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
+import torch
 
-from slimserve.engine.messages import EngineSpec, Rejection, Submit
+from slimserve.engine.build import EngineSettings, decode_config, encode_config
+from slimserve.engine.config import (
+    Activations,
+    CacheConfig,
+    CacheDtype,
+    DrafterKind,
+    EngineConfig,
+    NumericsConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
+from slimserve.engine.messages import ENCODER, EngineSpec, Rejection, Submit
 from slimserve.engine.process import EngineClient, ProcessEngine, ThreadEngine
 from slimserve.engine.request import FinishReason, SamplingParams
 from slimserve.engine.step import RequestOutput
@@ -241,3 +254,18 @@ def test_an_engine_never_outlives_its_parent(tmp_path: Path, loading: bool) -> N
     finally:
         parent.kill()
         parent.wait()
+
+
+def test_a_configuration_crosses_the_boundary_whole() -> None:
+    config = EngineConfig(
+        device="cuda:1",
+        num_threads=3,
+        cache=CacheConfig(dtype=CacheDtype.FP8, budget_bytes=1 << 40, prefix_caching=False),
+        scheduler=SchedulerConfig(max_sequences=7, max_queue=9),
+        speculation=SpeculationConfig(drafter=DrafterKind.LOOKUP, max_draft=3, schedule=((1, 4, 3), (5, 8, 1))),
+        numerics=NumericsConfig(activation_dtype=torch.bfloat16, cpu_activations=Activations.FLOAT),
+    )
+    message = ENCODER.encode(EngineSettings(path="p", name="n", config=encode_config(config)).spec())
+    spec = msgspec.msgpack.decode(message, type=EngineSpec)
+    assert decode_config(msgspec.convert(spec.arguments, EngineSettings).config) == config
+    assert config != EngineConfig()

@@ -83,6 +83,7 @@ REFUSED_ON_BOTH = [
     pytest.param({"presence_penalty": 3}, "presence_penalty", id="presence"),
     pytest.param({"stream": "yes"}, "stream", id="stream-is-text"),
     pytest.param({"stream_options": {"x": 1}}, "stream_options", id="stream-option"),
+    pytest.param({"stream_options": {"include_usage": True}}, "stream_options", id="stream-options-alone"),
     pytest.param({"cache_salt": "x" * 1000}, "cache_salt", id="salt"),
     pytest.param({"stop": [""]}, "stop", id="empty-stop"),
     pytest.param({"store": True}, "store", id="store"),

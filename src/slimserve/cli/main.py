@@ -109,7 +109,7 @@ def _explain(error: Exception) -> int:
         traceback.print_exception(error)
     if isinstance(error, RequestError):
         say(f"slimserve: {error}")
-        return 3 if error.code == "context_length_exceeded" else 2
+        return 1 if error.status >= 500 else 3 if error.code == "context_length_exceeded" else 2
     if isinstance(error, SlimServeError):
         say(f"slimserve: {error}")
         return error.exit_code

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -144,6 +146,9 @@ def _talk(
         raw = True
     if raw and system is not None:
         raise UsageError("--system needs the chat template; leave out --raw")
+    if not os.environ.get("SLIMSERVE_DEBUG"):
+        # What the engine has to say about a failure reaches the person as one sentence, not as a trace.
+        logging.getLogger("slimserve").setLevel(logging.CRITICAL)
     mailboxes = Mailboxes()
     client = with_progress(lambda progress: ThreadEngine(opened.spec, mailboxes, progress))
     try:

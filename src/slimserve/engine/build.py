@@ -10,14 +10,7 @@ import torch
 
 from slimserve.cache.prefix import CacheIdentity
 from slimserve.engine.config import (
-    Activations,
-    CacheConfig,
-    CacheDtype,
-    DrafterKind,
     EngineConfig,
-    NumericsConfig,
-    SchedulerConfig,
-    SpeculationConfig,
 )
 from slimserve.engine.driver import LoadedEngine, ProgressCallback
 from slimserve.engine.loop import Engine

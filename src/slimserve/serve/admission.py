@@ -113,6 +113,12 @@ def sampling(
     )
 
 
+def check_stream_options(body: GenerationFields) -> None:
+    """Options of a stream belong to streams."""
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("`stream_options` needs `stream`: true", param="stream_options", code="invalid_value")
+
+
 def stop_strings(body: GenerationFields) -> tuple[str, ...]:
     """The stop strings of a body."""
     if body.stop is None:

@@ -154,6 +154,7 @@ def check_template_kwargs(kwargs: dict[str, Any] | None) -> dict[str, Any]:
 def check_chat(state: ServerState, body: ChatBody) -> None:
     """Refuse what needs no tokenizing to be refused."""
     state.check_model(body.model)
+    admission.check_stream_options(body)
     if state.text.chat_problem is not None:
         raise RequestError(f"this model cannot chat: {state.text.chat_problem}; use /v1/completions", code="no_chat")
     if body.response_format is not None and body.response_format.type != "text":

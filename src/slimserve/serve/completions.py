@@ -183,6 +183,7 @@ async def completions(state: ServerState, request: Request, row: RequestRow) -> 
     value = await read_json(request, state.limits.max_body_bytes)
     body = parse_body(CompletionBody, value)
     state.check_model(body.model)
+    admission.check_stream_options(body)
     n = body.n or 1
     if body.best_of is not None and body.best_of != n:
         raise RequestError(
