@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from slimserve.errors import RefusalError
+from slimserve.errors import RefusalError, SlimServeError
 from slimserve.layers.rotary import RopeKind, RopeSettings
 from slimserve.models import gemma3, llama, qwen2
 from slimserve.models.contract import CacheKind
@@ -203,6 +205,80 @@ def test_tables_are_consistent(config: dict[str, Any]) -> None:
         assert len(set(used)) == len(used)
     layers = sorted(layer for group in parsed.caches(torch.bfloat16) for layer in group.layers)
     assert layers == list(range(parsed.num_layers))
+
+
+JUNK = (None, True, 0, -1, 3, 2**40, 1e300, float("nan"), "x", [], [1], {}, {"a": 1}, b"x", [None], {"factor": "x"})
+GGUF_KEYS = {
+    "block_count": 2,
+    "context_length": 512,
+    "embedding_length": 64,
+    "feed_forward_length": 96,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "attention.key_length": 16,
+    "attention.sliding_window": 64,
+    "attention.sliding_window_pattern": 3,
+    "attention.layer_norm_rms_epsilon": 1e-6,
+    "attention.scale": 0.25,
+    "rope.freq_base": 1e4,
+    "rope.freq_base_swa": 1e4,
+    "rope.dimension_count": 16,
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 2.0,
+    "rope.scaling.original_context_length": 128,
+    "rope.scaling.attn_factor": 1.0,
+    "final_logit_softcapping": 30.0,
+    "vocab_size": 131,
+}
+
+
+def built(config: Any) -> None:
+    """Everything that is computed from a configuration before weights are read."""
+    assert config.parameters() and config.caches(torch.float32)
+    assert 0 < config.max_context <= 1 << 31
+    for settings in (config.rope, getattr(config, "local_rope", config.rope)):
+        assert settings.inverse_frequencies().shape == (settings.rotary_dim // 2,)
+
+
+@pytest.mark.parametrize("config", [LLAMA_31_8B, MISTRAL_7B, QWEN25_05B, GEMMA3_4B], ids=["l", "m", "q", "g"])
+def test_damaged_config_json_is_read_or_refused(config: dict[str, Any]) -> None:
+    refused = 0
+    small = {"num_hidden_layers": 2}
+    for key in [*config, "rope_parameters", "layer_types", "head_dim", "sliding_window_pattern"]:
+        for junk in JUNK:
+            damaged = config | small | {key: junk}
+            try:
+                built(find_hf(damaged).from_hf(damaged, {}))
+            except SlimServeError as error:
+                assert "\n" not in str(error)
+                refused += 1
+    assert refused > 50
+    for key in ("full_attention", "factor", "rope_type", "low_freq_factor", "original_max_position_embeddings"):
+        for kind in ("llama3", "yarn", "linear", "dynamic"):
+            for junk in JUNK:
+                section = {"rope_type": kind, "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+                damaged = config | {"rope_parameters": section | {key: junk}}
+                with contextlib.suppress(SlimServeError):
+                    built(find_hf(damaged).from_hf(damaged, {}))
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "llama", "gemma3"])
+def test_damaged_gguf_keys_are_read_or_refused(architecture: str) -> None:
+    refused = 0
+    shapes = {"token_embd.weight": (131, 64), "blk.0.attn_q.bias": (64,)}
+    foreign = {} if architecture == "gemma3" else {"swa", "pattern", "softcapping", "attention.scale"}
+    keys = {k: v for k, v in GGUF_KEYS.items() if not any(word in k for word in foreign)}
+    reader = find_gguf(architecture).from_gguf
+    built(reader({f"{architecture}.{key}": value for key, value in keys.items()}, shapes))
+    for key in keys:
+        for junk in (*JUNK, np.array([1, 2]), np.array([], dtype=np.int32), np.float32(2.0), np.uint8(7)):
+            damaged = {f"{architecture}.{name}": value for name, value in (keys | {key: junk}).items()}
+            try:
+                built(reader(damaged, shapes))
+            except SlimServeError as error:
+                assert "\n" not in str(error)
+                refused += 1
+    assert refused > 100
 
 
 def test_every_architecture_has_its_own_names() -> None:

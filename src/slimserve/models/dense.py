@@ -18,7 +18,7 @@ from slimserve.layers.mlp import Activation, GatedMLP
 from slimserve.layers.norm import RMSNorm
 from slimserve.layers.rotary import RopeSettings, Rotary
 from slimserve.models.contract import CacheSpec, ParameterSpec, Role, Transform
-from slimserve.models.geometry import Shapes, gguf_head_dim, gguf_vocab_size
+from slimserve.models.geometry import Shapes, check_groups, gguf_head_dim, gguf_vocab_size
 from slimserve.models.parameters import Parameters
 from slimserve.models.rope_config import rope_from_gguf, usable_context
 from slimserve.models.tables import NONE, attention_caches, bias_spec, linear_spec, norm_spec
@@ -219,7 +219,9 @@ def dense_from_gguf(metadata: Mapping[str, Any], shapes: Shapes, prefix: str, *,
         max_context=usable_context(rope, stated),
         intermediate_size=values.uniform_integer("feed_forward_length", num_layers),
         num_heads=num_heads,
-        num_kv_heads=values.uniform_integer("attention.head_count_kv", num_layers, num_heads),
+        num_kv_heads=check_groups(
+            num_heads, values.uniform_integer("attention.head_count_kv", num_layers, num_heads), "GGUF metadata"
+        ),
         head_dim=head_dim,
         norm_eps=values.number("attention.layer_norm_rms_epsilon", 1e-6),
         rope=rope,

@@ -20,7 +20,7 @@ from slimserve.layers.mlp import Activation, GatedMLP
 from slimserve.layers.norm import RMSNorm
 from slimserve.layers.rotary import RopeSettings, Rotary
 from slimserve.models.contract import CacheSpec, ParameterSpec, Role, Transform
-from slimserve.models.geometry import Shapes, gguf_head_dim, gguf_vocab_size, layer_windows
+from slimserve.models.geometry import Shapes, check_groups, gguf_head_dim, gguf_vocab_size, layer_windows
 from slimserve.models.parameters import Parameters
 from slimserve.models.rope_config import rope_from_gguf, rope_from_hf, usable_context
 from slimserve.models.tables import attention_caches, linear_spec, norm_spec
@@ -214,6 +214,7 @@ def from_hf(config: Mapping[str, Any], shapes: Shapes) -> Gemma3Config:
         outer.finish(HARMLESS_HF)
     values = outer if text is None else ConfigValues(text, "config.json text_config")
     num_layers = values.integer("num_hidden_layers", 26, maximum=10_000)
+    num_heads = values.integer("num_attention_heads", 8)
     head_dim = values.integer("head_dim", 256, maximum=4096)
     stated = values.integer("max_position_embeddings", 131_072, maximum=MAX_CONTEXT)
     rope, local_rope = _ropes_from_hf(values, head_dim, stated)
@@ -229,8 +230,8 @@ def from_hf(config: Mapping[str, Any], shapes: Shapes) -> Gemma3Config:
         num_layers=num_layers,
         max_context=usable_context(rope, stated),
         intermediate_size=values.integer("intermediate_size", 9216),
-        num_heads=values.integer("num_attention_heads", 8),
-        num_kv_heads=values.integer("num_key_value_heads", 4),
+        num_heads=num_heads,
+        num_kv_heads=check_groups(num_heads, values.integer("num_key_value_heads", 4), "config.json"),
         head_dim=head_dim,
         norm_eps=values.number("rms_norm_eps", 1e-6),
         rope=rope,
@@ -260,8 +261,8 @@ def _hf_prefix(shapes: Shapes) -> str:
 
 def _ropes_from_hf(values: ConfigValues, head_dim: int, max_context: int) -> tuple[RopeSettings, RopeSettings]:
     """(full, sliding) settings, from `rope_parameters` per layer kind or from the older separate keys."""
-    theta = values.number("rope_theta", GLOBAL_THETA)
-    local_theta = values.number("rope_local_base_freq", LOCAL_THETA)
+    theta = values.number("rope_theta", GLOBAL_THETA, above=1.0)
+    local_theta = values.number("rope_local_base_freq", LOCAL_THETA, above=1.0)
     per_kind = values.mapping("rope_parameters") or {}
     scaling = values.mapping("rope_scaling")
     unknown = sorted(set(per_kind) - {"full_attention", "sliding_attention"})
@@ -287,7 +288,7 @@ def from_gguf(metadata: Mapping[str, Any], shapes: Shapes) -> Gemma3Config:
     head_dim = gguf_head_dim(values, hidden, num_heads)
     stated = values.integer("context_length", 8192, maximum=MAX_CONTEXT)
     rope = rope_from_gguf(values, head_dim=head_dim, max_context=stated, default_theta=GLOBAL_THETA)
-    local_rope = RopeSettings(values.number("rope.freq_base_swa", LOCAL_THETA), head_dim)
+    local_rope = RopeSettings(values.number("rope.freq_base_swa", LOCAL_THETA, above=1.0), head_dim)
     window = values.optional_integer("attention.sliding_window", minimum=0) or None
     values.require("attention.causal", True)
     default_scalar = hidden / num_heads if num_layers == LAYERS_OF_27B else float(head_dim)
@@ -300,7 +301,9 @@ def from_gguf(metadata: Mapping[str, Any], shapes: Shapes) -> Gemma3Config:
         max_context=usable_context(rope, stated),
         intermediate_size=values.uniform_integer("feed_forward_length", num_layers),
         num_heads=num_heads,
-        num_kv_heads=values.uniform_integer("attention.head_count_kv", num_layers, num_heads),
+        num_kv_heads=check_groups(
+            num_heads, values.uniform_integer("attention.head_count_kv", num_layers, num_heads), "GGUF metadata"
+        ),
         head_dim=head_dim,
         norm_eps=values.number("attention.layer_norm_rms_epsilon", 1e-6),
         rope=rope,

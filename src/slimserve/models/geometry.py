@@ -56,3 +56,10 @@ def gguf_head_dim(values: ConfigValues, hidden_size: int, num_heads: int) -> int
     if head_dim != value_dim:
         raise RefusalError(f"GGUF metadata: key_length {head_dim} and value_length {value_dim} differ; not supported")
     return head_dim
+
+
+def check_groups(num_heads: int, num_kv_heads: int, where: str) -> int:
+    """num_kv_heads, which must divide num_heads; raises FormatError."""
+    if num_heads % num_kv_heads:
+        raise FormatError(f"{where}: {num_heads} query heads cannot share {num_kv_heads} key/value heads evenly")
+    return num_kv_heads

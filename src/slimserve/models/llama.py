@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from slimserve.models.dense import DenseConfig, dense_from_gguf
-from slimserve.models.geometry import Shapes, head_dim_of, layer_windows
+from slimserve.models.geometry import Shapes, check_groups, head_dim_of, layer_windows
 from slimserve.models.rope_config import rope_from_hf, usable_context
 from slimserve.models.values import HARMLESS_HF_KEYS, MAX_CONTEXT, ConfigValues
 
@@ -29,7 +29,7 @@ def from_hf(config: Mapping[str, Any], shapes: Shapes) -> DenseConfig:
     hidden = values.integer("hidden_size")
     head_dim = head_dim_of(values, hidden, num_heads)
     stated = values.integer("max_position_embeddings", 131_072 if mistral else 2048, maximum=MAX_CONTEXT)
-    theta = values.number("rope_theta", DEFAULT_THETA)
+    theta = values.number("rope_theta", DEFAULT_THETA, above=1.0)
     section = values.mapping("rope_parameters") or values.mapping("rope_scaling")
     values.raw("rope_scaling")
     rope = rope_from_hf(section, theta=theta, head_dim=head_dim, max_context=stated)
@@ -45,7 +45,7 @@ def from_hf(config: Mapping[str, Any], shapes: Shapes) -> DenseConfig:
         max_context=usable_context(rope, stated),
         intermediate_size=values.integer("intermediate_size"),
         num_heads=num_heads,
-        num_kv_heads=values.integer("num_key_value_heads", num_heads),
+        num_kv_heads=check_groups(num_heads, values.integer("num_key_value_heads", num_heads), "config.json"),
         head_dim=head_dim,
         norm_eps=values.number("rms_norm_eps", 1e-6),
         rope=rope,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from slimserve.errors import RefusalError
+from slimserve.errors import FormatError, RefusalError
 from slimserve.layers.rotary import RopeKind, RopeSettings
 from slimserve.models.values import MAX_CONTEXT, ConfigValues
 
@@ -28,10 +28,13 @@ def rope_from_hf(
     section: Mapping[str, Any] | None, *, theta: float, head_dim: int, max_context: int, where: str = "config.json"
 ) -> RopeSettings:
     """Settings from a `rope_parameters` or `rope_scaling` object; `theta` is used where the object has none."""
+    if section is not None and not isinstance(section, Mapping):
+        raise FormatError(f"{where}: rope settings are {str(section)[:40]!r}, expected an object")
     values = ConfigValues(section or {}, f"{where} rope settings")
     old_name = values.text("type", "default")
     kind_name = values.text("rope_type", old_name)
-    theta = values.number("rope_theta", theta)
+    theta = values.number("rope_theta", theta, above=1.0)
+    check_even(head_dim, where)
     fraction = values.number("partial_rotary_factor", 1.0)
     if fraction != 1.0:
         raise RefusalError(f"{where} asks for partial_rotary_factor = {fraction}, which this architecture does not use")
@@ -93,7 +96,8 @@ def _yarn_from_hf(values: ConfigValues, theta: float, head_dim: int, max_context
 
 def rope_from_gguf(values: ConfigValues, *, head_dim: int, max_context: int, default_theta: float) -> RopeSettings:
     """Settings from the `rope.*` keys of an architecture."""
-    theta = values.number("rope.freq_base", default_theta)
+    theta = values.number("rope.freq_base", default_theta, above=1.0)
+    check_even(head_dim, "GGUF metadata")
     rotary_dim = values.integer("rope.dimension_count", head_dim)
     if rotary_dim != head_dim:
         raise RefusalError(
@@ -141,5 +145,11 @@ def _yarn_from_gguf(
 def usable_context(rope: RopeSettings, stated: int) -> int:
     """Positions that may be used: yarn files often state the original context and a factor that extends it."""
     if rope.kind is RopeKind.YARN:
-        return max(stated, int(rope.original_context * rope.factor))
+        return max(stated, int(min(rope.original_context * rope.factor, MAX_CONTEXT)))
     return stated
+
+
+def check_even(head_dim: int, where: str) -> None:
+    """Rotation turns pairs: raise FormatError for an odd head size."""
+    if head_dim % 2:
+        raise FormatError(f"{where}: the head size {head_dim} is odd, so its dimensions cannot be rotated in pairs")
