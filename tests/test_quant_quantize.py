@@ -13,6 +13,7 @@ import torch
 from test_gguf_reader import real_file
 
 from slimserve.errors import FormatError, RefusalError, UsageError
+from slimserve.models.contract import Role
 from slimserve.quant.decode import dequantize
 from slimserve.quant.encode import encodable
 from slimserve.quant.formats import BF16, F32
@@ -20,6 +21,7 @@ from slimserve.quant.tensor import PackedTensor
 from slimserve.weights.gguf import GgufFile
 from slimserve.weights.gguf_write import TensorPlan, write_gguf
 from slimserve.weights.imatrix import read_imatrix
+from slimserve.weights.loader import load_model
 from slimserve.weights.quantize import quantize
 from slimserve.weights.quantize_folder import FolderType
 from slimserve.weights.quantize_rules import Family
@@ -253,22 +255,22 @@ def test_sidecar(tiny: Path, tmp_path: Path) -> None:
     report = make_sidecar(tiny, path, families)
     assert report.formats == {"FP8": 2, "Q8_0": 3, "NVFP4": 1}
     base = gguf_tensors(GgufFile.open(tiny))
-    swapped = with_sidecar(base, path)
-    assert swapped.shapes == base.shapes
-    formats = {name: swapped.packed(name).format.name for name in swapped.shapes}
+    swapped = with_sidecar(base.shapes, base.packed, path)
+    formats = {name: swapped(name).format.name for name in base.shapes}
     assert formats["blk.1.ffn_down.weight"] == "F8_E4M3" and formats["blk.0.attn_q.weight"] == "Q8_0"
     assert formats["blk.1.attn_q.weight"] == "F32" and formats["blk.0.attn_output.weight"] == "F32"
     for name in ("blk.1.ffn_down.weight", "blk.0.attn_v.weight"):
         truth = dequantize(base.packed(name))
-        assert float((dequantize(swapped.packed(name)) - truth).norm() / truth.norm()) < 0.04
-    up, truth = swapped.packed("blk.1.ffn_up.weight"), dequantize(base.packed("blk.1.ffn_up.weight"))
+        assert float((dequantize(swapped(name)) - truth).norm() / truth.norm()) < 0.04
+    up, truth = swapped("blk.1.ffn_up.weight"), dequantize(base.packed("blk.1.ffn_up.weight"))
     assert set(up.scales) == {"global_scale"} and float((dequantize(up) - truth).norm() / truth.norm()) < 0.1
     other = tmp_path / "other.gguf"
     tiny_llama(other, vocabulary=500)
     with pytest.raises(FormatError, match="made from another checkpoint"):
-        with_sidecar(gguf_tensors(GgufFile.open(other)), path)
+        stranger = gguf_tensors(GgufFile.open(other))
+        with_sidecar(stranger.shapes, stranger.packed, path)
     with pytest.raises(FormatError, match="not a sidecar file"):
-        with_sidecar(base, tiny)
+        with_sidecar(base.shapes, base.packed, tiny)
     with pytest.raises(UsageError, match=r"fits 'nothing\.\*'"):
         make_sidecar(tiny, path, [Family.parse("nothing.*=Q8_0")])
 
@@ -276,6 +278,17 @@ def test_sidecar(tiny: Path, tmp_path: Path) -> None:
 def test_sidecar_of_a_folder(tmp_path: Path) -> None:
     small_folder(tmp_path / "in")
     make_sidecar(tmp_path / "in", tmp_path / "s.gguf", [Family.parse("*experts*=Q4_K")])
-    tensors = with_sidecar(safetensors_tensors(SafetensorsFolder.open(tmp_path / "in")), tmp_path / "s.gguf")
+    base = safetensors_tensors(SafetensorsFolder.open(tmp_path / "in"))
+    read = with_sidecar(base.shapes, base.packed, tmp_path / "s.gguf")
     name = "model.layers.0.mlp.experts.1.up_proj.weight"
-    assert tensors.packed(name).format.name == "Q4_K" and tensors.packed("lm_head.weight").format is BF16
+    assert read(name).format.name == "Q4_K" and read("lm_head.weight").format is BF16
+
+
+def test_a_model_loads_with_its_sidecar(tiny: Path, tmp_path: Path) -> None:
+    """The loaded model holds the sidecar's formats, and its name in cache keys is another one."""
+    path = tmp_path / "side.gguf"
+    make_sidecar(tiny, path, [Family.parse("blk.*.ffn_*.weight=Q4_K")])
+    plain, swapped = load_model(tiny), load_model(tiny, sidecar=path)
+    formats = {family.format: family.num_tensors for family in swapped.memory if family.role is Role.LINEAR}
+    assert formats == {"F32": 4 * LAYERS, "Q4_K": 3 * LAYERS}
+    assert plain.fingerprint != swapped.fingerprint

@@ -9,9 +9,10 @@ import torch
 
 from slimserve.errors import FormatError, RefusalError
 from slimserve.quant.decode import dequantize
-from slimserve.quant.formats import E2M1_G16, F8_E4M3, INT4, NVFP4
+from slimserve.quant.formats import E2M1_G16, F8_E4M3, FORMATS, INT4, NVFP4, PLAIN_DTYPES
+from slimserve.quant.scales import check_weight
 from slimserve.quant.schemes import SchemeKind, Stored, build, detect
-from slimserve.quant.tensor import PackedTensor
+from slimserve.quant.tensor import BlockFormat, PackedTensor
 from slimserve.weights.safetensors import DTYPES
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -279,6 +280,7 @@ DAMAGED: list[tuple[Tensors, str]] = [
     (changed(FP8, weight_scale=None), r"'m\.weight'.*is missing"),
     (changed(FP8, weight_scale=poisoned(FP8["m.weight_scale"], NAN)), "holds nan"),
     (changed(FP8, weight_scale=zero_row(FP8["m.weight_scale"])), "zero in row 1"),
+    (changed(FP8, weight_scale=1.0 / (FP8["m.weight_scale"] * 1e-4)), "too large for a multiplier"),
     (changed(FP8, weight_scale=torch.ones(3, 1)), r"shape \[3, 1\]"),
     (changed(GPTQ, scales=None), r"'m\.qweight'.*'m\.scales' is missing"),
     (changed(GPTQ, scales=torch.full((2, 16), INF).half()), r"'m\.scales' holds inf"),
@@ -308,6 +310,7 @@ REFUSED: list[tuple[Tensors, dict[str, Any], str]] = [
     (CT, group(num_bits=4, type="int", symmetric=False), "symmetric=False"),
     (GPTQ, quantization(quant_method="gptq", bits=8), "8-bit"),
     (GPTQ, quantization(quant_method="gptq", bits=4, sym=False), "sym=False"),
+    (GPTQ, quantization(quant_method="auto-round", packing_format="auto_round:auto_awq"), "auto_awq' is not supported"),
     (changed(GPTQ, qzeros=torch.full((2, 2), 0x66666666, dtype=torch.int32)), {}, r"'m\.qzeros' holds zero points"),
     (changed(GPTQ, g_idx=torch.randperm(256)), {}, r"'m\.g_idx' re-orders columns"),
     (FP8, quantization(quant_method="fp8", weight_block_size=[64, 64]), r"\[64, 64\]"),
@@ -328,3 +331,34 @@ def test_zero_groups_of_zero_weights_pass() -> None:
     tensors["m.weight_scale"] = zero_row(tensors["m.weight_scale"])
     tensors["m.weight_packed"][1] = 0x80
     assert bool((dequantize(load(tensors))[1] == 0).all())
+
+
+@pytest.mark.parametrize("fmt", [f for f in FORMATS if f.supported and f.type_id is not None], ids=lambda f: f.name)
+def test_weights_that_are_not_finite_are_found(fmt: BlockFormat) -> None:
+    """A block whose decode has NaN or infinity is named, and no other block is."""
+    generator = torch.Generator().manual_seed(fmt.type_id or 0)
+    if fmt.name in PLAIN_DTYPES:
+        dtype = PLAIN_DTYPES[fmt.name]
+        if not dtype.is_floating_point:
+            check_weight(PackedTensor(fmt, (2, 2), torch.ones(2, 2, dtype=dtype), "w"))
+            return
+        values = torch.ones(4, 8, dtype=dtype)
+        check_weight(PackedTensor(fmt, (4, 8), values, "w"))
+        values[2, 3] = INF
+        with pytest.raises(FormatError, match="'w' holds a value that is not finite at element 19"):
+            check_weight(PackedTensor(fmt, (4, 8), values, "w"))
+        return
+    data = torch.randint(0, 256, (4000, fmt.block_bytes), dtype=torch.uint8, generator=generator)
+    decoded = dequantize(PackedTensor(fmt, (4000, fmt.block_size), data, "w"))
+    bad = ~torch.isfinite(decoded).all(dim=1)
+    if fmt.name == "MXFP4":
+        bad = data[:, 0] == 255
+    if fmt.name == "Q8_K":  # a finite scale near the largest float may still overflow
+        bad = ~torch.isfinite(data[:, :4].contiguous().view(torch.float32).flatten())
+    clean = data[~bad]
+    check_weight(PackedTensor(fmt, (clean.shape[0], fmt.block_size), clean, "w"))
+    assert bool(bad.any()) or fmt.name == "NVFP4"
+    for block in bad.nonzero().flatten().tolist()[:20]:
+        spoiled = torch.cat((clean[:5], data[block : block + 1]))
+        with pytest.raises(FormatError, match=r"'w'.*block 5 \(row 5\) is not finite"):
+            check_weight(PackedTensor(fmt, (6, fmt.block_size), spoiled, "w"))

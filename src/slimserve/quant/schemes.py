@@ -35,6 +35,10 @@ _SYMMETRIC_ZEROS = (0x77777777, -0x77777778)
 """Eight stored zero points as int32: 7 each (GPTQ version 1 stores value - 1) or 8 each (version 2)."""
 
 
+_LARGEST_FP8_SCALE = 16.0
+"""A multiplier amax / 448 of real weights is far below; its inverse, stored by mistake, is far above."""
+
+
 class SchemeKind(Enum):
     """How a weight is stored."""
 
@@ -260,6 +264,9 @@ def _check_config(quantization: Mapping[str, Any], weights: Mapping[str, WeightS
     int4 = next((w for w in weights.values() if w.format is INT4), None)
     if int4 is not None and quantization.get("quant_method") != "compressed-tensors":
         bits, symmetric = quantization.get("bits", 4), quantization.get("sym", True)
+        packing = str(quantization.get("packing_format", "")) + str(quantization.get("checkpoint_format", ""))
+        if "awq" in packing or "marlin" in packing:
+            raise RefusalError(f"{int4.name!r}: packing {packing!r} is not supported; only the GPTQ layout")
         if bits != 4 or symmetric is not True:
             raise RefusalError(f"{int4.name!r}: {bits}-bit, sym={symmetric} int weights are not supported (4, true)")
     block = quantization.get("weight_block_size")
@@ -288,6 +295,9 @@ def build(scheme: WeightScheme, read: ReadTensor) -> PackedTensor:
         return _build_nvfp4(scheme, read)
     data, scale = read(scheme.data), read(scheme.scale).to(torch.float32)
     check_scale(scheme.scale, scale)
+    if bool((scale > _LARGEST_FP8_SCALE).all()):
+        found = float(scale.flatten()[0])
+        raise FormatError(f"scale {scheme.scale!r} is {found:g}, too large for a multiplier (amax / 448): a divisor?")
     if scheme.kind is SchemeKind.FP8_CHANNEL:
         scale = scale.reshape(*scheme.shape[:-1], 1)
         check_unset_rows(scheme.scale, scale, data.view(torch.uint8), 0x7F)

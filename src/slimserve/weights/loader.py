@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -19,7 +19,9 @@ from slimserve.models.contract import Model, ModelConfig, ParameterSpec, Role
 from slimserve.models.parameters import Parameters
 from slimserve.models.registry import Architecture, find_gguf, find_hf
 from slimserve.ops import NumericsConfig
+from slimserve.quant.scales import check_weight
 from slimserve.quant.tensor import PackedTensor
+from slimserve.weights.sidecar import with_sidecar
 from slimserve.weights.source import Container, Source, open_source
 from slimserve.weights.transforms import RULES, plain_float32
 
@@ -82,14 +84,17 @@ def load_model(
     device: torch.device | str = "cpu",
     numerics: NumericsConfig | None = None,
     progress: Progress | None = None,
+    sidecar: str | Path | None = None,
 ) -> LoadedModel:
     """Load the model at `path`: a GGUF file (or the first of a set), a safetensors file, or a model folder.
 
-    On the CPU packed weights stay in the file's memory mapping wherever the kernel reads that layout.
-    Raises FormatError naming tensors that are missing, extra, misshaped or not finite; RefusalError naming an
+    `sidecar` is a file of `slimserve quantize --swap` whose tensors take the place of the model's own. On the CPU
+    packed weights stay in the file's memory mapping wherever the kernel reads that layout. Raises FormatError naming tensors that are missing, extra, misshaped or not finite; RefusalError naming an
     architecture, configuration feature or format that is not supported; UsageError for a path that is no model.
     """
     source = open_source(Path(path))
+    if sidecar is not None:
+        source = replace(source, packed=with_sidecar(source.shapes, source.packed, Path(sidecar)))
     architecture, config = read_config(source)
     target = torch.device(device)
     chosen = numerics or default_numerics(target)
@@ -197,6 +202,8 @@ def _parameter(spec: ParameterSpec, source: Source, names: tuple[str, ...]) -> P
         tensor = plain_float32(tensor, tensor.dequantize(torch.float32))
     if spec.role in SCANNED_ROLES:
         _check_finite(tensor)
+    else:
+        check_weight(tensor)
     return tensor
 
 

@@ -7,7 +7,7 @@ names. The sidecar says which checkpoint it was made from, so that it is never l
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -24,6 +24,8 @@ from slimserve.weights.quantize_report import Progress, QuantizeReport
 from slimserve.weights.quantize_rules import Family, matches, writable_format
 from slimserve.weights.quantized import LogicalTensors, gguf_tensors, safetensors_tensors
 from slimserve.weights.safetensors import SafetensorsFolder
+
+ReadPacked = Callable[[str], PackedTensor]
 
 BASE_KEY = "slimserve.sidecar.base"
 """Metadata key of the digest of names and shapes of the checkpoint that a sidecar belongs to."""
@@ -105,23 +107,24 @@ def make_sidecar(
     return report
 
 
-def with_sidecar(tensors: LogicalTensors, path: Path) -> LogicalTensors:
-    """`tensors` with those of the sidecar at `path` in place of the same names.
+def with_sidecar(shapes: Mapping[str, tuple[int, ...]], packed: ReadPacked, path: Path) -> ReadPacked:
+    """Reads tensors of a checkpoint with those of the sidecar at `path` in place of the same names.
 
-    Raises FormatError when the file is no sidecar, belongs to another checkpoint, or holds a foreign tensor.
+    `shapes` and `packed` are the checkpoint's. Raises FormatError when the file is no sidecar, belongs to another
+    checkpoint, or holds a foreign tensor.
     """
     file = GgufFile.open(path)
     stated = file.metadata.get(BASE_KEY)
     if stated is None:
         raise FormatError(f"{path} is not a sidecar file: it lacks the key {BASE_KEY!r}")
-    if stated != base_digest(tensors.shapes):
+    if stated != base_digest(shapes):
         raise FormatError(f"{path} was made from another checkpoint; its names and shapes differ")
     swapped = gguf_tensors(file)
     for name, shape in swapped.shapes.items():
-        if tensors.shapes.get(name) != shape:
+        if shapes.get(name) != shape:
             raise FormatError(f"{path}: tensor {name!r} {list(shape)} is not one of the checkpoint")
 
-    def packed(name: str) -> PackedTensor:
-        return swapped.packed(name) if name in swapped.shapes else tensors.packed(name)
+    def read(name: str) -> PackedTensor:
+        return swapped.packed(name) if name in swapped.shapes else packed(name)
 
-    return LogicalTensors(tensors.shapes, packed, tensors.schemes)
+    return read
