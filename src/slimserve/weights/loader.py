@@ -89,8 +89,9 @@ def load_model(
     """Load the model at `path`: a GGUF file (or the first of a set), a safetensors file, or a model folder.
 
     `sidecar` is a file of `slimserve quantize --swap` whose tensors take the place of the model's own. On the CPU
-    packed weights stay in the file's memory mapping wherever the kernel reads that layout. Raises FormatError naming tensors that are missing, extra, misshaped or not finite; RefusalError naming an
-    architecture, configuration feature or format that is not supported; UsageError for a path that is no model.
+    packed weights stay in the file's memory mapping wherever the kernel reads that layout. Raises FormatError naming
+    tensors that are missing, extra, misshaped or not finite; RefusalError naming an architecture, configuration
+    feature or format that is not supported; UsageError for a path that is no model.
     """
     source = open_source(Path(path))
     if sidecar is not None:
