@@ -12,11 +12,8 @@ from slimserve.ops.triton.linear_kernel import linear_kernel, split_rows_kernel
 from slimserve.ops.triton.relayout import TileWeight, relayout
 from slimserve.quant.tensor import PackedTensor
 
-BLOCK_ROWS = 64
-"""Weight rows of one program."""
-
 SEGMENT_PROGRAMS = 1024
-"""K is cut so that the programs of a single tile of input rows come near this number: about eight for each
+"""K is cut so that the programs of one narrow tile of input rows come near this number: about eight for each
 multiprocessor of the devices at hand. It is a constant, not the device's count, so that bits do not move with it."""
 
 SEGMENT_ELEMENTS = 512
@@ -35,15 +32,31 @@ class Segments:
 
 def segments_of(weight: TileWeight) -> Segments:
     """The cut of K, a function of (N, K, format) alone."""
-    tiles = cdiv(weight.rows, BLOCK_ROWS)
+    tiles = cdiv(weight.rows, NARROW.rows)
     wanted = min(cdiv(SEGMENT_PROGRAMS, tiles), max(1, weight.steps * weight.format.step // SEGMENT_ELEMENTS))
     steps = cdiv(weight.steps, wanted)
     return Segments(steps, cdiv(weight.steps, steps))
 
 
-def block_columns(num_rows: int) -> int:
-    """Input rows of one program."""
-    return 8 if num_rows <= 8 else 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Weight rows and input rows of a program, which operand the weights are, warps and pipeline stages."""
+
+    rows: int
+    columns: int
+    swap: bool
+    warps: int
+    stages: int = 2
+
+
+NARROW = Tile(64, 8, False, 2)
+TILES = (NARROW, Tile(128, 16, True, 4), Tile(128, 32, True, 4), Tile(256, 32, True, 8))
+"""Tiles that keep to one tensor-core instruction; a tile never changes a row's bits."""
+
+
+def choose_tile(num_rows: int) -> Tile:
+    """The tile for a number of input rows."""
+    return TILES[0 if num_rows <= 8 else 1 if num_rows <= 16 else 2 if num_rows <= 64 else 3]
 
 
 @dataclass(slots=True)
@@ -87,7 +100,6 @@ class Grouping:
     tile_count: torch.Tensor
     row_ids: torch.Tensor
     divisor: int
-    block: int
 
 
 def launch(
@@ -97,18 +109,18 @@ def launch(
     rows: Prepared,
     num_rows: int,
     out: torch.Tensor,
+    tile: Tile,
     grouping: Grouping | None = None,
 ) -> None:
     """Write the product into out [M, N] (rows may be strided)."""
     fmt = weight.format
-    columns = block_columns(num_rows) if grouping is None else grouping.block
-    tiles_m = cdiv(num_rows, columns) if grouping is None else grouping.tile_group.shape[0]
-    tiles_n = cdiv(weight.rows, BLOCK_ROWS)
+    tiles_m = cdiv(num_rows, tile.columns) if grouping is None else grouping.tile_group.shape[0]
+    tiles_n = cdiv(weight.rows, tile.rows)
     spread = tiles_m * tiles_n < 2 * multiprocessors(out.device) and tiles_m * tiles_n <= LOCKS
     split = segments.count > 1 and spread
     tiles = tiles_m * tiles_n
     work = torch.empty(
-        tiles * segments.count * BLOCK_ROWS * columns if split else 1, dtype=torch.float32, device=out.device
+        tiles * segments.count * tile.rows * tile.columns if split else 1, dtype=torch.float32, device=out.device
     )
     none = locks
     low = weight.low if weight.low is not None else none
@@ -125,8 +137,8 @@ def launch(
         GRID_ROW=fmt.grid_row, GRID_HIGH=fmt.grid_high, GRID_DELTA=fmt.grid_delta,
         W_PARTS=fmt.weight_parts, X_PARTS=rows.parts, OFFSETS=fmt.offsets, ROW_SCALE=weight.row_scale is not None,
         BLOCK_SCALE=weight.block_scale is not None, TAIL=rows.width < weight.steps * fmt.step,
-        SPLIT=split, GROUPED=grouping is not None, ASM=not INTERPRETED, UPCAST=INTERPRETED,
-        BN=BLOCK_ROWS, BM=columns, STAGES=2, num_warps=2, **NO_FUSION,
+        SPLIT=split, GROUPED=grouping is not None, SWAP=tile.swap, ASM=not INTERPRETED, UPCAST=INTERPRETED,
+        BN=tile.rows, BM=tile.columns, STAGES=tile.stages, num_warps=tile.warps, **NO_FUSION,
     )  # fmt: skip
 
 
@@ -152,4 +164,5 @@ class TritonLinear:
         """Write x [T, K] times the part into out [T, N]."""
         if x.shape[0] == 0:
             return
-        launch(self.weight, self.segments, self.locks, prepare_rows(x, self.weight), x.shape[0], out)
+        rows = prepare_rows(x, self.weight)
+        launch(self.weight, self.segments, self.locks, rows, x.shape[0], out, choose_tile(x.shape[0]))

@@ -3,8 +3,10 @@
 A program owns BN weight rows and BM input rows and walks K in steps, in order. K is cut into segments whose length is
 a function of (N, K, format) alone. Each segment has its own float32 accumulator; segments are added in order, either
 by the program that walked them all, or, where segments run in parallel, by the last of them to finish, which reads
-the others' stored sums. Weights are the left operand of tensor-core products of one fixed shape (m16n8k16 through
-mma.sync: two warps never take the warp-group form), so a row's bits depend on neither the number of rows nor the tile.
+the others' stored sums. All products are tensor-core products of one fixed shape (m16n8k16 through mma.sync; tile
+shapes that would take the warp-group form are not used), so a row's bits depend on neither the number of rows nor the
+tile. Weights are the left operand where few rows multiply, and the right one (SWAP) where many do and large tiles pay:
+a product's terms and their order are the same either way.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from slimserve.ops.triton.tiles import (
     THREE_BITS,
     TWO_BITS,
     WORD_E2M1,
+    across_rows,
+    along_rows,
     e2m1,
     e4m3_scale,
     group_scale,
@@ -46,65 +50,80 @@ def decode_tile(
     c0_ptr, c1_ptr, words_ptr, table_ptr, step, j, n, rows, width,
     CODE: tl.constexpr, KD: tl.constexpr, STEP: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr,
     WORDS: tl.constexpr, GRID_ROW: tl.constexpr, GRID_HIGH: tl.constexpr, GRID_DELTA: tl.constexpr,
-    ASM: tl.constexpr,
+    SWAP: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Weights [BN, KD] of dot j of a step as bfloat16 (plain formats: in their own dtype)."""
+    """Weights [BN, KD] (with SWAP: [KD, BN]) of dot j of a step as bfloat16 (plain formats: in their own dtype)."""
     DOTS: tl.constexpr = STEP // KD
     if CODE == NIBBLE:
-        tile = nibble(load_tile(c0_ptr, step, j // 2, n, rows, DOTS // 2, KD), j % 2, BIAS, ASM)
+        tile = nibble(load_tile(c0_ptr, step, j // 2, n, rows, DOTS // 2, KD, SWAP), j % 2, BIAS, ASM)
     elif CODE == NIBBLE_LEVELS:
-        tile = levels(load_tile(c0_ptr, step, j // 2, n, rows, DOTS // 2, KD), j % 2, ASM)
+        tile = levels(load_tile(c0_ptr, step, j // 2, n, rows, DOTS // 2, KD, SWAP), j % 2, ASM)
     elif CODE == NIBBLE_E2M1:
-        tile = e2m1(load_tile(c0_ptr, step, j // 2, n, rows, DOTS // 2, KD), j % 2, ASM)
+        tile = e2m1(load_tile(c0_ptr, step, j // 2, n, rows, DOTS // 2, KD, SWAP), j % 2, ASM)
     elif CODE == FIVE_BITS:
-        codes = load_tile(c0_ptr, step, j // 2, n, rows, DOTS // 2, KD)
-        high = load_tile(c1_ptr, step, j // 8, n, rows, DOTS // 8, KD)
+        codes = load_tile(c0_ptr, step, j // 2, n, rows, DOTS // 2, KD, SWAP)
+        high = load_tile(c1_ptr, step, j // 8, n, rows, DOTS // 8, KD, SWAP)
         tile = two_planes(codes, high, 4 * (j % 2), 15, j % 8, 1, 4, BIAS, ASM)
     elif CODE == SIX_BITS:
-        codes = load_tile(c0_ptr, step, j // 4, n, rows, DOTS // 4, KD)
-        high = load_tile(c1_ptr, step, j // 8, n, rows, DOTS // 8, KD)
+        codes = load_tile(c0_ptr, step, j // 4, n, rows, DOTS // 4, KD, SWAP)
+        high = load_tile(c1_ptr, step, j // 8, n, rows, DOTS // 8, KD, SWAP)
         tile = word_fields(codes, high, 4 * (j % 4), 15, 2 * (j % 8), 3, 4, BIAS, ASM)
     elif CODE == TWO_BITS:
-        tile = word_field(load_tile(c0_ptr, step, j // 8, n, rows, DOTS // 8, KD), 2 * (j % 8), 3, BIAS, ASM)
+        tile = word_field(load_tile(c0_ptr, step, j // 8, n, rows, DOTS // 8, KD, SWAP), 2 * (j % 8), 3, BIAS, ASM)
     elif CODE == THREE_BITS:
-        codes = load_tile(c0_ptr, step, j // 8, n, rows, DOTS // 8, KD)
-        high = load_tile(c1_ptr, step, j // 16, n, rows, DOTS // 16, KD)
+        codes = load_tile(c0_ptr, step, j // 8, n, rows, DOTS // 8, KD, SWAP)
+        high = load_tile(c1_ptr, step, j // 16, n, rows, DOTS // 16, KD, SWAP)
         tile = word_fields(codes, high, 2 * (j % 8), 3, j % 16, 1, 2, BIAS, ASM)
     elif CODE == WORD_E2M1:
-        codes = load_tile(c0_ptr, step, j // 4, n, rows, DOTS // 4, KD)
-        tile = word_e2m1(codes, e4m3_scale(words_ptr, step, j, n, rows, WORDS), j % 4, ASM)
+        codes = load_tile(c0_ptr, step, j // 4, n, rows, DOTS // 4, KD, SWAP)
+        tile = word_e2m1(codes, e4m3_scale(words_ptr, step, j, n, rows, WORDS), j % 4, SWAP, ASM)
     elif CODE == SIGNED_BYTE:
-        tile = signed_byte(load_tile(c0_ptr, step, j, n, rows, DOTS, KD), ASM)
+        tile = signed_byte(load_tile(c0_ptr, step, j, n, rows, DOTS, KD, SWAP), ASM)
     elif CODE == FLOAT8:
-        codes = load_tile(c0_ptr, step, j, n, rows, DOTS, KD)
+        codes = load_tile(c0_ptr, step, j, n, rows, DOTS, KD, SWAP)
         tile = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(tl.bfloat16)
     elif CODE == GRID:
-        tile = grid_tile(words_ptr, table_ptr, step, j, n, rows, KD, WORDS, DOTS, GRID_ROW, GRID_HIGH, GRID_DELTA)
+        tile = grid_tile(words_ptr, table_ptr, step, j, n, rows, KD, WORDS, DOTS, GRID_ROW, GRID_HIGH, GRID_DELTA, SWAP)
     else:
         k = step * STEP + j * KD + tl.arange(0, KD)
-        tile = tl.load(c0_ptr + n[:, None].to(tl.int64) * width + k[None, :], mask=(k < width)[None, :], other=0.0)
+        place = along_rows(n.to(tl.int64) * width, SWAP) + across_rows(k, SWAP)
+        tile = tl.load(c0_ptr + place, mask=across_rows(k < width, SWAP), other=0.0)
     return tile
 
 
 @triton.jit
-def _dot(w, x, acc, UPCAST: tl.constexpr):
+def _dot(w, x, acc, SWAP: tl.constexpr, UPCAST: tl.constexpr):
     if UPCAST:
-        return tl.dot(w.to(tl.float32), x.to(tl.float32), acc)
-    return tl.dot(w, x, acc)
+        w = w.to(tl.float32)
+        x = x.to(tl.float32)
+    if SWAP:
+        product = tl.dot(x, w, acc)
+    else:
+        product = tl.dot(w, x, acc)
+    return product
 
 
 @triton.jit
-def _dot_parts(w, x, acc, PARTS: tl.constexpr, UPCAST: tl.constexpr):
+def _dot_parts(w, x, acc, PARTS: tl.constexpr, SWAP: tl.constexpr, UPCAST: tl.constexpr):
     """Multiply a tile of a wide plain dtype as up to three bfloat16 tiles that sum to it exactly, smallest first."""
     if PARTS == 1:
-        return _dot(w.to(tl.bfloat16), x, acc, UPCAST)
+        return _dot(w.to(tl.bfloat16), x, acc, SWAP, UPCAST)
     wide = w.to(tl.float32)
     first = wide.to(tl.bfloat16)
     rest = wide - first.to(tl.float32)
     second = rest.to(tl.bfloat16)
     if PARTS == 3:
-        acc = _dot((rest - second.to(tl.float32)).to(tl.bfloat16), x, acc, UPCAST)
-    return _dot(first, x, _dot(second, x, acc, UPCAST), UPCAST)
+        acc = _dot((rest - second.to(tl.float32)).to(tl.bfloat16), x, acc, SWAP, UPCAST)
+    return _dot(first, x, _dot(second, x, acc, SWAP, UPCAST), SWAP, UPCAST)
+
+
+@triton.jit
+def _zeros(BN: tl.constexpr, BM: tl.constexpr, SWAP: tl.constexpr):
+    if SWAP:
+        empty = tl.zeros((BM, BN), tl.float32)
+    else:
+        empty = tl.zeros((BN, BM), tl.float32)
+    return empty
 
 
 @triton.jit
@@ -117,7 +136,7 @@ def linear_kernel(
     WORDS: tl.constexpr, GRID_ROW: tl.constexpr, GRID_HIGH: tl.constexpr, GRID_DELTA: tl.constexpr,
     W_PARTS: tl.constexpr, X_PARTS: tl.constexpr, OFFSETS: tl.constexpr, ROW_SCALE: tl.constexpr,
     BLOCK_SCALE: tl.constexpr, TAIL: tl.constexpr, SPLIT: tl.constexpr, GROUPED: tl.constexpr,
-    ASM: tl.constexpr, UPCAST: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+    SWAP: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     tile_m = tl.program_id(0)
     tile_n = tl.program_id(2)
@@ -145,80 +164,83 @@ def linear_kernel(
     DOTS: tl.constexpr = STEP // KD
     CHAIN: tl.constexpr = (SCALE == SCALE_NONE) or (SCALE == SCALE_E4M3)
     k = tl.arange(0, KD)
-    x_row = m.to(tl.int64)[None, :] * x_width
-    total = tl.zeros((BN, BM), tl.float32)
+    x_row = across_rows(m.to(tl.int64) * x_width, SWAP)
+    live_tile = across_rows(live_m, SWAP)
+    total = _zeros(BN, BM, SWAP)
     first_segment = 0
     last_segment = num_segments
     if SPLIT:
         first_segment = tl.program_id(1)
         last_segment = first_segment + 1
     for segment in range(first_segment, last_segment):
-        acc = tl.zeros((BN, BM), tl.float32)
+        acc = _zeros(BN, BM, SWAP)
         first_step = segment * segment_steps
         last_step = tl.minimum(first_step + segment_steps, num_steps)
         for step in tl.range(first_step, last_step, num_stages=STAGES):
-            part = tl.zeros((BN, BM), tl.float32)
+            part = _zeros(BN, BM, SWAP)
             for j in tl.static_range(DOTS):
                 w = decode_tile(
                     c0_ptr, c1_ptr, words_ptr, table_ptr, step, j, n, rows, width,
-                    CODE, KD, STEP, BIAS, SCALE, WORDS, GRID_ROW, GRID_HIGH, GRID_DELTA, ASM,
+                    CODE, KD, STEP, BIAS, SCALE, WORDS, GRID_ROW, GRID_HIGH, GRID_DELTA, SWAP, ASM,
                 )  # fmt: skip
                 if CHAIN and not BLOCK_SCALE:
                     dot = acc
                 elif BLOCK_SCALE:
                     dot = part
                 else:
-                    dot = tl.zeros((BN, BM), tl.float32)
+                    dot = _zeros(BN, BM, SWAP)
                 for p in tl.static_range(X_PARTS):
                     # Planes of x stand smallest part first.
                     at = step * STEP + j * KD + k
-                    mask = live_m[None, :]
+                    mask = live_tile
                     if TAIL:
-                        mask = mask & (at < width)[:, None]
+                        mask = mask & along_rows(at < width, SWAP)
                     plane = tl.cast(p, tl.int64) * num_x * x_width
-                    x = tl.load(x_ptr + plane + x_row + at[:, None], mask=mask, other=0.0)
-                    dot = _dot_parts(w, x, dot, W_PARTS, UPCAST)
+                    x = tl.load(x_ptr + plane + x_row + along_rows(at, SWAP), mask=mask, other=0.0)
+                    dot = _dot_parts(w, x, dot, W_PARTS, SWAP, UPCAST)
                 if CHAIN and not BLOCK_SCALE:
                     acc = dot
                 elif BLOCK_SCALE:
                     part = dot
                 else:
                     scale, offset = group_scale(words_ptr, step, j, n, rows, SCALE, WORDS, BIAS)
-                    acc = tl.fma(dot, tl.broadcast_to(scale[:, None], (BN, BM)), acc)
+                    acc = tl.fma(dot, tl.broadcast_to(along_rows(scale, SWAP), dot.shape), acc)
                     if OFFSETS:
                         sums = tl.load(sums_ptr + (step * DOTS + j) * num_x + m, mask=live_m, other=0.0)
                         acc = tl.fma(
-                            tl.broadcast_to(offset[:, None], (BN, BM)), tl.broadcast_to(sums[None, :], (BN, BM)), acc
+                            tl.broadcast_to(along_rows(offset, SWAP), dot.shape),
+                            tl.broadcast_to(across_rows(sums, SWAP), dot.shape),
+                            acc,
                         )
             if BLOCK_SCALE:
                 # One scale per 128 weight rows and step; rows beyond the last block were clamped above.
                 scale = tl.load(block_scale_ptr + (n // 128) * num_steps + step)
-                acc = tl.fma(part, tl.broadcast_to(scale[:, None], (BN, BM)), acc)
+                acc = tl.fma(part, tl.broadcast_to(along_rows(scale, SWAP), part.shape), acc)
         if SPLIT:
             total = acc
         else:
             total += acc
     if SPLIT:
         tile = tl.cast(tile_n, tl.int64) * tl.num_programs(0) + tile_m
-        inner = tl.arange(0, BM)[None, :] * BN + tl.arange(0, BN)[:, None]
-        tl.store(work_ptr + (tile * num_segments + first_segment) * (BN * BM) + inner, total, mask=live_m[None, :])
+        inner = across_rows(tl.arange(0, BM) * BN, SWAP) + along_rows(tl.arange(0, BN), SWAP)
+        tl.store(work_ptr + (tile * num_segments + first_segment) * (BN * BM) + inner, total, mask=live_tile)
         # Every thread's store is done before one thread announces it; the last to announce sees all of them.
         tl.debug_barrier()
         arrived = tl.atomic_add(lock_ptr + tile, 1, sem="acq_rel")
         if arrived != num_segments - 1:
             return
         tl.debug_barrier()
-        total = tl.zeros((BN, BM), tl.float32)
+        total = _zeros(BN, BM, SWAP)
         for segment in range(num_segments):
             total += tl.load(
                 work_ptr + (tile * num_segments + segment) * (BN * BM) + inner,
-                mask=live_m[None, :], other=0.0, cache_modifier=".cg",
+                mask=live_tile, other=0.0, cache_modifier=".cg",
             )  # fmt: skip
         tl.store(lock_ptr + tile, 0)
     if ROW_SCALE:
-        total = total * tl.load(row_scale_ptr + n)[:, None]
-    place = out_row.to(tl.int64)[None, :] * stride_out + n[:, None]
-    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=live_m[None, :] & live_n[:, None])
+        total = total * along_rows(tl.load(row_scale_ptr + n), SWAP)
+    place = across_rows(out_row.to(tl.int64) * stride_out, SWAP) + along_rows(n, SWAP)
+    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=live_tile & along_rows(live_n, SWAP))
 
 
 @triton.jit

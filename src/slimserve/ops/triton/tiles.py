@@ -41,10 +41,30 @@ SCALE_E4M3 = tl.constexpr(9)
 
 
 @triton.jit
-def load_tile(ptr, step, tile, n, rows, TILES: tl.constexpr, WIDTH: tl.constexpr):
+def along_rows(v, SWAP: tl.constexpr):
+    """A vector over weight rows as a column (or, with SWAP, a row) of a tile."""
+    if SWAP:
+        shaped = v[None, :]
+    else:
+        shaped = v[:, None]
+    return shaped
+
+
+@triton.jit
+def across_rows(v, SWAP: tl.constexpr):
+    """A vector over K or over input rows, at right angles to `along_rows`."""
+    if SWAP:
+        shaped = v[:, None]
+    else:
+        shaped = v[None, :]
+    return shaped
+
+
+@triton.jit
+def load_tile(ptr, step, tile, n, rows, TILES: tl.constexpr, WIDTH: tl.constexpr, SWAP: tl.constexpr):
     """Bytes or 16-bit words [BN, WIDTH] of one tile; planes are laid out [steps, TILES, rows, WIDTH]."""
     base = (tl.cast(step, tl.int64) * TILES + tile) * rows * WIDTH
-    return tl.load(ptr + base + n[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :])
+    return tl.load(ptr + base + along_rows(n * WIDTH, SWAP) + across_rows(tl.arange(0, WIDTH), SWAP))
 
 
 @triton.jit
@@ -128,13 +148,13 @@ def word_fields(
 
 
 @triton.jit
-def word_e2m1(c, scale, FIELD: tl.constexpr, ASM: tl.constexpr):
+def word_e2m1(c, scale, FIELD: tl.constexpr, SWAP: tl.constexpr, ASM: tl.constexpr):
     """E2M1 nibble FIELD of 16-bit words times scale / 2^126, scale a bfloat16 [BN] of at most four significant bits.
 
     Moved to bits 6..8 and 15 of a bfloat16 number, exponent, mantissa and sign of a nibble read as its value / 2^126,
     subnormals included; the product with the scale is exact.
     """
-    wide = tl.broadcast_to(scale[:, None], c.shape)
+    wide = tl.broadcast_to(along_rows(scale, SWAP), c.shape)
     if ASM:
         # -0.0 as the addend makes the fused multiply-add a plain product on every architecture.
         if FIELD < 2:
