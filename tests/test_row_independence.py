@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import reference_outputs
-import tiny_hybrids
-import tiny_models
 import torch
 
 from slimserve.engine.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculationConfig
@@ -50,6 +48,7 @@ class Rig:
         return Engine(
             self.loaded.model,
             EngineConfig(
+                device=str(self.loaded.device),
                 cache=CacheConfig(prefix_caching=prefix_caching),
                 scheduler=SchedulerConfig(
                     max_sequences=32,
@@ -74,9 +73,9 @@ class Rig:
         """The watched request's reply, with `others` around it that come and go."""
         rng = random.Random(9)
         for i in range(others):
-            prompt = [rng.randrange(1, self.vocab_size) for _ in range(rng.choice((1, 7, 64, 90, 130)))]
+            prompt = [rng.randrange(1, self.vocab_size) for _ in range(rng.choice((1, 7, 30, 64, 90)))]
             sampling = SamplingParams(temperature=rng.choice((0.0, 1.0)), seed=i)
-            engine.submit(Request(f"other{i}", prompt, sampling, rng.choice((2, 9, 30)), ignore_eos=True))
+            engine.submit(Request(f"other{i}", prompt, sampling, rng.choice((2, 5, 14)), ignore_eos=True))
             if i == others // 2:
                 self._submit(engine, params)
         if not others:
@@ -101,39 +100,55 @@ class Rig:
         engine.submit(Request("watched", list(self.prompt), params, self.max_tokens, ignore_eos=True))
 
 
-def _tiny(case: str) -> Callable[[Path], LoadedModel]:
-    return lambda folder: load_model(tiny_models.save_folder(tiny_models.build(case), folder))
-
-
-def _hybrid(kind: str) -> Callable[[Path], LoadedModel]:
-    def make(folder: Path) -> LoadedModel:
-        oracle = getattr(tiny_hybrids, f"build_{kind}")()
-        tensors = getattr(tiny_hybrids, f"{kind}_tensors")(oracle)
-        return load_model(tiny_hybrids.save_folder(oracle, tensors, folder))
+def _tiny(case: str) -> Callable[[Path, str], LoadedModel]:
+    def make(folder: Path, device: str) -> LoadedModel:
+        tiny_models = pytest.importorskip("tiny_models", reason="needs transformers")
+        return load_model(tiny_models.save_folder(tiny_models.build(case), folder), device=device)
 
     return make
 
 
-MODELS: dict[str, tuple[Callable[[Path], LoadedModel], dict[str, int]]] = {
-    "qwen2": (_tiny("qwen2"), {"num_others": 31, "prompt": 150, "max_tokens": 40}),
-    "mistral-sliding": (_tiny("mistral-sliding"), {"num_others": 31, "prompt": 150, "max_tokens": 40}),
-    "gemma3": (_tiny("gemma3"), {"num_others": 31, "prompt": 150, "max_tokens": 40}),
-    "qwen3_5": (_hybrid("qwen"), {"num_others": 31, "prompt": 150, "max_tokens": 60}),
-    "glm5_next": (_hybrid("glm"), {"num_others": 31, "prompt": 150, "max_tokens": 60}),
-    "smollm2": (
-        lambda _: load_model(reference_outputs.model_file("smollm2-135m")),
-        {"num_others": 31, "prompt": 150, "max_tokens": 20},
-    ),
-}
+def _hybrid(kind: str) -> Callable[[Path, str], LoadedModel]:
+    def make(folder: Path, device: str) -> LoadedModel:
+        tiny_hybrids = pytest.importorskip("tiny_hybrids", reason="needs transformers")
+        oracle = getattr(tiny_hybrids, f"build_{kind}")()
+        tensors = getattr(tiny_hybrids, f"{kind}_tensors")(oracle)
+        return load_model(tiny_hybrids.save_folder(oracle, tensors, folder), device=device)
+
+    return make
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Rig:
-    make, sizes = MODELS[request.param]
-    loaded = make(tmp_path_factory.mktemp("model"))
-    if request.param == "smollm2" and "reference" in " ".join(loaded.kernels.values()):
+def _smollm2(folder: Path, device: str) -> LoadedModel:
+    loaded = load_model(reference_outputs.model_file("smollm2-135m"), device=device)
+    if device == "cpu" and "reference" in " ".join(loaded.kernels.values()):
         pytest.skip("the C++ kernels are not built here; the torch references would take minutes")
-    return Rig(loaded, **sizes)
+    return loaded
+
+
+MODELS: dict[str, tuple[Callable[[Path, str], LoadedModel], int]] = {
+    "qwen2": (_tiny("qwen2"), 40),
+    "mistral-sliding": (_tiny("mistral-sliding"), 40),
+    "gemma3": (_tiny("gemma3"), 40),
+    "qwen3_5": (_hybrid("qwen"), 60),
+    "glm5_next": (_hybrid("glm"), 60),
+    "smollm2": (_smollm2, 20),
+}
+"""Per model: how to load it, and how many tokens to watch."""
+
+CASES = [
+    *(pytest.param((name, "cpu"), id=name) for name in MODELS),
+    *(pytest.param((name, "cuda"), id=f"{name}-cuda", marks=pytest.mark.gpu) for name in MODELS),
+]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Rig:
+    name, device = request.param
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
+    make, max_tokens = MODELS[name]
+    loaded = make(tmp_path_factory.mktemp("model"), device)
+    return Rig(loaded, num_others=31, prompt=150, max_tokens=max_tokens)
 
 
 @pytest.fixture(scope="module")
