@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -121,6 +122,28 @@ class ModelRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class QualifyRecord:
+    """What a qualification run asks of the model, besides the gates that every profile passes.
+
+    canary, expect: a plain question (or a text to continue where the model does not chat) and a regular expression
+    of its answer. agreement: least share of steps with the oracle's argmax; margin: most nats by which the oracle
+    prefers its token where the two differ. needles: prompt lengths. shape, concurrency: of the exact bench.
+    """
+
+    canary: str = "What is the capital of France?"
+    expect: str = "Paris"
+    thinks: bool = False
+    calls_tools: bool = False
+    agreement: float = 0.97
+    margin: float = 0.4
+    needles: tuple[int, ...] = (256, 1024)
+    prompt_tokens: int = 128
+    output_tokens: int = 64
+    concurrency: tuple[int, ...] = (1, 4, 8)
+    soak_seconds: int = 30
+
+
+@dataclass(frozen=True, slots=True)
 class ProfileRecord:
     """One profile. `settings` hold for every platform unless the platform's own say otherwise."""
 
@@ -135,6 +158,7 @@ class ProfileRecord:
     tool_parser: str
     missing: tuple[str, ...]
     notes: tuple[str, ...]
+    qualify: QualifyRecord
     path: Path
 
     def platform(self, name: str) -> PlatformRecord:
@@ -176,6 +200,7 @@ def parse_record(values: Mapping[str, Any], path: Path) -> ProfileRecord:
         tool_parser=serving.text("tool_parser", ""),
         missing=top.texts("missing"),
         notes=top.texts("notes"),
+        qualify=_qualify(top.table("qualify")),
         path=path,
     )
     serving.finish()
@@ -356,6 +381,33 @@ def _figure(table: Table) -> Figure:
     if figure.concurrency and len(figure.concurrency) != len(figure.values):
         raise table.error("values", f"has {len(figure.values)} entries for {len(figure.concurrency)} concurrencies")
     return figure
+
+
+def _qualify(table: Table) -> QualifyRecord:
+    plain = QualifyRecord()
+    agreement = table.number("agreement", minimum=0.0, maximum=1.0)
+    margin = table.number("margin", minimum=0.0, maximum=10.0)
+    record = QualifyRecord(
+        canary=table.text("canary", plain.canary),
+        expect=table.text("expect", plain.expect),
+        thinks=table.boolean("thinks", plain.thinks),
+        calls_tools=table.boolean("calls_tools", plain.calls_tools),
+        agreement=plain.agreement if agreement is None else agreement,
+        margin=plain.margin if margin is None else margin,
+        needles=tuple(int(length) for length in table.numbers("needles")) or plain.needles,
+        prompt_tokens=table.integer("prompt_tokens", plain.prompt_tokens, minimum=1),
+        output_tokens=table.integer("output_tokens", plain.output_tokens, minimum=1),
+        concurrency=tuple(int(count) for count in table.numbers("concurrency")) or plain.concurrency,
+        soak_seconds=table.integer("soak_seconds", plain.soak_seconds, minimum=1, maximum=86400),
+    )
+    table.finish()
+    try:
+        re.compile(record.expect)
+    except re.error as error:
+        raise table.error("expect", f"is no regular expression ({error})") from error
+    if min(record.needles) < 64 or min(record.concurrency) < 1:
+        raise table.error("needles", "must be at least 64 tokens and concurrency at least 1")
+    return record
 
 
 def _sampling(table: Table) -> dict[str, float]:
