@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-import resource
 import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+import slimserve
 from slimserve.errors import FormatError, UsageError
 from slimserve.quant.formats import F16, F32, I32, Q4_K, Q8_0
 from slimserve.quant.tensor import PackedTensor
@@ -214,7 +216,8 @@ def build(keys: bytes = b"", num_keys: int = 0, tensors: bytes = b"", num_tensor
 
 
 def text(value: str) -> bytes:
-    return struct.pack("<Q", len(value)) + value.encode()
+    raw = value.encode()
+    return struct.pack("<Q", len(raw)) + raw
 
 
 def describe(name: str, sizes: list[int], type_id: int, offset: int) -> bytes:
@@ -322,5 +325,41 @@ def test_fuzz(tmp_path: Path) -> None:
             assert info.offset + info.num_bytes <= path.stat().st_size
             assert file.packed(name).data.numel() > 0
     assert 0 < opened < 12_000
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-    print(f"{opened} of 12000 damaged files still open; peak memory of the whole test process {peak} MB")
+    print(f"{opened} of 12000 damaged files still open")
+
+
+MEASURE = """
+import sys
+from slimserve.errors import FormatError
+from slimserve.weights.gguf import GgufFile
+try:
+    GgufFile.open(sys.argv[1])
+except FormatError as error:
+    print(error, file=sys.stderr)
+lines = open("/proc/self/status").read().splitlines()
+print(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory of a process is read from /proc")
+@pytest.mark.parametrize("case", ["empty strings", "short strings", "tensors", "long string"])
+def test_memory_of_hostile_headers(tmp_path: Path, case: str) -> None:
+    """Headers that cost the most memory per byte stay under 500 MB for the whole process, torch included."""
+    strings = text("k") + struct.pack("<IIQ", 9, 8, 20_000_000 if case == "empty strings" else 1_400_000)
+    descriptions = (describe(f"t{i}", [1, 1, 1, 1], 0, 32 * i) for i in range(120_000)) if case == "tensors" else ()
+    content = {
+        "empty strings": lambda: build(strings, 1) + bytes(160_000_000),
+        "short strings": lambda: build(strings + text("é" * 10) * 1_400_000, 1),
+        "tensors": lambda: build(tensors=b"".join(descriptions), num_tensors=120_000, data=32 * 120_000),
+        "long string": lambda: build(text("k") + struct.pack("<I", 8) + text("x" * (9 << 20) + "😀" * (7 << 20)), 1),
+    }[case]()
+    path = tmp_path / "hostile.gguf"
+    path.write_bytes(content)
+    environment = os.environ | {"PYTHONPATH": str(Path(slimserve.__file__).parents[1])}
+    start = time.perf_counter()
+    command = [sys.executable, "-c", MEASURE, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    peak = int(done.stdout) >> 10
+    print(f"{case}: {peak} MB, {time.perf_counter() - start:.1f} s {done.stderr[-100:].strip()}")
+    assert peak < 500
+    assert ("past" in done.stderr) == (case == "empty strings")

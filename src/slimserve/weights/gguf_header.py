@@ -23,10 +23,10 @@ from slimserve.weights.mapped import MappedFile, describe_foreign
 
 MAX_TENSORS = 131_072
 MAX_KEYS = 65_536
-MAX_STRINGS = 1 << 21
+MAX_STRINGS = 1_500_000
 """Strings of one file; each costs 60 to 90 bytes once read, so a damaged file cannot take more than 200 MB."""
 MAX_STRING_BYTES = 40 << 20
-MAX_HEADER_BYTES = 64 << 20
+MAX_HEADER_BYTES = 48 << 20
 """Bytes of keys, strings and tensor descriptions; number arrays do not count, for they stay in the mapping."""
 MAX_RANK = 4
 DEFAULT_ALIGNMENT = 32
