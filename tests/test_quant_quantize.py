@@ -12,6 +12,7 @@ import pytest
 import torch
 from test_gguf_reader import real_file
 
+from slimserve.cli.main import main
 from slimserve.errors import FormatError, RefusalError, UsageError
 from slimserve.models.contract import Role
 from slimserve.quant.decode import dequantize
@@ -292,3 +293,22 @@ def test_a_model_loads_with_its_sidecar(tiny: Path, tmp_path: Path) -> None:
     formats = {family.format: family.num_tensors for family in swapped.memory if family.role is Role.LINEAR}
     assert formats == {"F32": 4 * LAYERS, "Q4_K": 3 * LAYERS}
     assert plain.fingerprint != swapped.fingerprint
+
+
+def test_command_line(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit codes and sentences of `slimserve quantize`."""
+    out = tmp_path / "out.gguf"
+    assert main(["quantize", str(tiny), str(out), "--type", "q4_k", "--head", "Q8_0", "--keep", "blk.0.*"]) == 0
+    assert "7 Q4_K" in capsys.readouterr().err
+    assert GgufFile.open(out).type_counts["Q8_0"] == 2
+    assert main(["quantize", str(tiny), str(tmp_path / "s.gguf"), "--swap", "blk.*.ffn_up.weight=IQ4_NL"]) == 0
+    for arguments, message in (
+        ([str(tiny), str(out)], "give --type"),
+        ([str(tiny), str(out), "--type", "Q9"], "'Q9' cannot be written"),
+        ([str(tiny), str(out), "--type", "Q8_0", "--swap", "a=Q8_0"], "do not go with it"),
+        ([str(tmp_path / "none.gguf"), str(out), "--type", "Q8_0"], "does not exist"),
+        ([str(tiny), str(out), "--type", "Q8_0", "--imatrix", str(tmp_path / "none")], "does not exist"),
+    ):
+        assert main(["quantize", *arguments]) == 2
+        captured = capsys.readouterr()
+        assert message in captured.err and not captured.out

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from slimserve.cli.terminal import say, with_progress
+from slimserve.cli.terminal import LoadProgress, say, with_progress
 from slimserve.errors import UsageError
 
 
@@ -48,7 +49,7 @@ def quantize(
     say(f"{target}: {report.bytes_in:,} bytes became {report.bytes_out:,} ({formats})")
 
 
-def _on(bar):  # type: ignore[no-untyped-def]
+def _on(bar: LoadProgress) -> Callable[[str, int, int], None]:
     """The progress bar as a quantization's progress callback."""
     return lambda name, done, total: bar("quantizing", done, total)
 
