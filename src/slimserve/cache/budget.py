@@ -1,19 +1,24 @@
 """How one byte budget is split over the groups of a cache table: a pure function, used by the engine and the plan.
 
 All groups are sized from one number, the blocks of 64 tokens that the caches hold together. A group that keeps
-every block gets a page for each; a window group a window per sequence and two more per sequence that later
-prompts may restart from; a recurrent group two slots per sequence (the running state and the one being written),
-two per sequence that later prompts may restart from, and one per `snapshot_spacing` tokens.
+every block gets a page for each. A window group gets a window per sequence, and two more per sequence that later
+prompts may restart from. A recurrent group gets two slots per sequence (the running state and the one being written);
+besides, for restarts, two per sequence's worth of blocks and one per `snapshot_spacing` tokens, of which the latter
+may cost a quarter of the pages that they stand beside: a state can weigh as much as ten thousand tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from slimserve.errors import RefusalError
 from slimserve.layers.contract import BLOCK_TOKENS
 from slimserve.models.contract import CacheKind, CacheSpec
+
+_SNAPSHOT_SHARE = 0.25
+"""Bytes of states kept at `snapshot_spacing`, as a part of the bytes of the pages that they stand beside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +96,8 @@ class CachePlan:
 
 def cache_bytes(specs: Sequence[CacheSpec], demand: CacheDemand, num_blocks: int) -> int:
     """Bytes that caches of num_blocks blocks take."""
-    return sum(_group_plan(spec, demand, num_blocks).total_bytes for spec in specs)
+    block_bytes = _block_bytes(specs)
+    return sum(_group_plan(spec, demand, num_blocks, block_bytes).total_bytes for spec in specs)
 
 
 def full_budget(specs: Sequence[CacheSpec], demand: CacheDemand) -> int:
@@ -126,19 +132,27 @@ def plan_cache(specs: Sequence[CacheSpec], demand: CacheDemand, budget_bytes: in
             fits = middle
         else:
             too_many = middle
-    groups = tuple(_group_plan(spec, demand, fits) for spec in specs)
+    groups = tuple(_group_plan(spec, demand, fits, _block_bytes(specs)) for spec in specs)
     return CachePlan(demand, groups, budget_bytes, fits)
 
 
-def _group_plan(spec: CacheSpec, demand: CacheDemand, num_blocks: int) -> GroupPlan:
+def _block_bytes(specs: Sequence[CacheSpec]) -> int:
+    """Bytes of one block in the groups that keep every block."""
+    return sum(spec.page_bytes() for spec in specs if spec.kind not in (CacheKind.RECURRENT, CacheKind.WINDOW))
+
+
+def _group_plan(spec: CacheSpec, demand: CacheDemand, num_blocks: int, block_bytes: int) -> GroupPlan:
     sequences = demand.max_sequences
     has_open = bool(spec.open)
     num_open = sequences + 1 if has_open or spec.kind is CacheKind.RECURRENT else 0
     if spec.kind is CacheKind.RECURRENT:
-        spacing = max(1, demand.snapshot_spacing // BLOCK_TOKENS)
-        units = 4 * sequences + -(-num_blocks // spacing)
-        capacity = units / 2
         unit_bytes = spec.slot_bytes()
+        share = num_blocks / (sequences * demand.blocks_per_sequence)
+        per_block = 1 / max(1, demand.snapshot_spacing // BLOCK_TOKENS)
+        if block_bytes:
+            per_block = min(per_block, _SNAPSHOT_SHARE * block_bytes / unit_bytes)
+        units = 2 * sequences + ceil(2 * sequences * min(1.0, share)) + ceil(num_blocks * per_block)
+        capacity = units / 2
     elif spec.kind is CacheKind.WINDOW:
         assert spec.window is not None, f"window group {spec.name} has no window"
         window = -(-(spec.window - 1) // BLOCK_TOKENS) + 2

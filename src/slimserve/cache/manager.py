@@ -121,9 +121,10 @@ class CacheManager:
         hashes = tuple(block_hashes(root, token_ids)) if self.prefix_caching else ()
         return Prompt(root, hashes, len(token_ids))
 
-    def known_blocks(self, prompt: Prompt) -> int:
-        """Blocks of the prompt's beginning that the index knows, restorable or not."""
-        return len(self._index.walk(prompt.hashes, len(prompt.hashes)))
+    def known_blocks(self, prompt: Prompt, first: int = 0) -> int:
+        """Blocks of the prompt's beginning that the index knows, restorable or not; the first `first` are taken as
+        known (seen there before)."""
+        return first + len(self._index.walk(prompt.hashes[first:], len(prompt.hashes)))
 
     def match(self, prompt: Prompt) -> PrefixHit:
         """The longest stored boundary that every group can restore and that leaves a token to compute."""

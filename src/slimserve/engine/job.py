@@ -11,12 +11,16 @@ from slimserve.engine.request import Request
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request and what the scheduler knows about it. `serial` counts arrivals."""
+    """A request and what the scheduler knows about it.
+
+    `serial` counts arrivals; `num_known` blocks of a waiting prompt were in the prefix index when it was last seen.
+    """
 
     request: Request
     serial: int
     prompt: Prompt | None = None
     sequence: CacheSequence | None = None
+    num_known: int = 0
     steps_refused: int = 0
     refused_at: int = -1
     in_flight: bool = False

@@ -247,6 +247,7 @@ class Scheduler:
         rows.pop(job.serial, None)
         self._cache.release(job.sequence)
         job.sequence = job.prompt = None
+        job.num_known = 0
         job.refused_at = -1
         job.request.num_computed = 0
         job.request.num_preemptions += 1
@@ -281,7 +282,7 @@ class Scheduler:
             return False
         prompt = self._prompt_of(job)
         hashes = prompt.hashes[: (prompt.num_tokens - 1) // BLOCK_TOKENS]
-        known = self._cache.known_blocks(prompt)
+        job.num_known = known = self._cache.known_blocks(prompt, job.num_known)
         if known >= len(hashes):
             return False
         return any(
