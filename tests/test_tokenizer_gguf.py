@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
@@ -271,3 +272,55 @@ def test_a_control_token_that_merging_would_produce_is_spelled_out(pre: str) -> 
     assert victim not in tokenizer.encode(text)
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.encode(tokens[victim], parse_special=True) == [victim]
+
+
+def test_random_damage_is_refused_or_harmless() -> None:
+    rng = random.Random(11)
+    byte_level = byte_level_metadata("qwen2")
+    tokens = byte_level["tokenizer.ggml.tokens"][:400]
+    merges = [line for line in byte_level["tokenizer.ggml.merges"] if line.replace(" ", "") in tokens]
+    byte_level |= {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.token_type": [1] * 400,
+    }
+    bases = [byte_level, sentencepiece_metadata(["▁", "a", "the", "▁the", "\n"], add_space_prefix=True)]
+    odd = [
+        None,
+        0,
+        -1,
+        2**63,
+        1.5,
+        float("nan"),
+        "",
+        "x",
+        b"x",
+        [],
+        [1, 2],
+        ["a"] * 3,
+        True,
+        {},
+        "\udcff",
+        "<|im_end|>",
+    ]
+    survived = 0
+    for _ in range(1500):
+        metadata = dict(rng.choice(bases))
+        for _ in range(rng.randint(1, 2)):
+            key = rng.choice([*metadata, "tokenizer.ggml.eot_token_id", "tokenizer.ggml.scores"])
+            value = metadata.get(key)
+            if isinstance(value, list) and value and rng.random() < 0.6:
+                value = list(value)
+                value[rng.randrange(len(value))] = rng.choice([rng.choice(odd), rng.choice(value)])
+                metadata[key] = value
+            else:
+                metadata[key] = rng.choice(odd)
+        try:
+            tokenizer = tokenizer_from_gguf(metadata)
+        except (FormatError, RefusalError):
+            continue
+        survived += 1
+        for line in CORPUS[:120:11]:
+            ids = tokenizer.encode(line, parse_special=True)
+            assert tokenizer.decode(ids) is not None and tokenizer.describe()
+    assert 50 < survived < 1450

@@ -198,8 +198,9 @@ class Tokenizer(ABC):
         """Lines for start-up: kind and size, BOS rule, end tokens, notes."""
         names = ", ".join(f"{self.vocabulary.texts[index]} ({index})" for index in self.end_ids) or "none"
         bos = self.special.bos
-        starts = self.add_bos and bos is not None
-        start = f"prompts start with {self.vocabulary.texts[bos]} ({bos})" if starts else "no BOS"
+        start = "no BOS"
+        if self.add_bos and bos is not None:
+            start = f"prompts start with {self.vocabulary.texts[bos]} ({bos})"
         return [f"tokenizer: {self.kind}, {self.vocab_size:,} tokens, {start}", f"end tokens: {names}", *self.notes]
 
 

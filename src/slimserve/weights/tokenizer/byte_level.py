@@ -62,7 +62,10 @@ class ByteLevelTokenizer(Tokenizer):
         merged = {left + right for left, right in merges} if rule.ignore_merges else set()
         hidden = {vocabulary.texts[index] for index in self.control_ids} - merged if rule.ignore_merges else set()
         ordinary = {text: index for text, index in vocabulary.ids.items() if text not in hidden}
-        model = models.BPE(vocab=ordinary, merges=merges, ignore_merges=rule.ignore_merges)
+        try:
+            model = models.BPE(vocab=ordinary, merges=merges, ignore_merges=rule.ignore_merges)
+        except Exception as error:  # the library raises several kinds; tokens that are not UTF-8 are one cause
+            raise FormatError(f"tokenizer.ggml.tokens and merges do not form a vocabulary: {error}") from error
         self._merger = RustTokenizer(model)
         splits: list[pre_tokenizers.PreTokenizer] = [
             pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rule.patterns

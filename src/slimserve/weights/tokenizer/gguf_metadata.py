@@ -50,7 +50,10 @@ class _Metadata:
             return None
         if isinstance(value, str) or not isinstance(value, Sequence | np.ndarray):
             raise FormatError(f"{_PREFIX}{name} is a {type(value).__name__}, not a list of numbers")
-        array = np.asarray(value)
+        try:
+            array = np.asarray(value)
+        except ValueError as error:
+            raise FormatError(f"{_PREFIX}{name} is not a list of numbers") from error
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iuf"):
             raise FormatError(f"{_PREFIX}{name} is not a list of numbers")
         return array
