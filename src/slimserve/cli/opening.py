@@ -10,6 +10,7 @@ from typing import Any
 from slimserve.cli.terminal import ask, is_interactive, say
 from slimserve.engine.messages import EngineInfo, EngineSpec
 from slimserve.errors import UsageError
+from slimserve.plan.memory import MemoryPlan
 from slimserve.serve.text import TextModel
 
 
@@ -47,14 +48,21 @@ class Opened:
     title: str
     sampling: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    plan: MemoryPlan | None = None
+    serving: bool = False
 
     def describe(self, info: EngineInfo) -> None:
-        """Say what was loaded, on standard error."""
+        """Say what was loaded, on standard error; a server also lays the memory plan beside what was measured."""
         say(self.title)
         for name, value in info.facts.items():
             say(f"  {name}: {value}")
         for note in self.notes:
             say(f"  {note}")
+        if self.serving and self.plan is not None:
+            from slimserve.plan.compare import compare, comparison_lines
+
+            for line in comparison_lines(compare(self.plan, info.memory)):
+                say(f"  {line}")
 
 
 def open_model(profile: str | None, model: str | None, flags: EngineFlags, *, serving: bool) -> Opened:
@@ -72,7 +80,7 @@ def open_model(profile: str | None, model: str | None, flags: EngineFlags, *, se
     device = None if flags.device in (None, "auto") else flags.device
     resolved = resolve(profile, model=model, flags=flags.settings(), device=device)
     alone = {} if serving or flags.max_seqs is not None else {"max_sequences": 1}
-    config, _ = admit(resolve(profile, model=model, flags={**flags.settings(), **alone}, device=device))
+    config, plan = admit(resolve(profile, model=model, flags={**flags.settings(), **alone}, device=device))
     path = resolved.model_path(TerminalProgress())
     source = open_source(Path(path))
     text = model_text(
@@ -86,7 +94,8 @@ def open_model(profile: str | None, model: str | None, flags: EngineFlags, *, se
         path=str(path), name=resolved.name, config=encode_config(config), end_token_ids=sorted(text.end_token_ids)
     ).spec()
     status = f"{resolved.status.value}: {resolved.status_reason}"
-    return Opened(text, spec, names, f"{resolved.title} [{status}]", resolved.sampling, tuple(text.describe()))
+    title = f"{resolved.title} [{status}]"
+    return Opened(text, spec, names, title, resolved.sampling, tuple(text.describe()), plan, serving)
 
 
 def pick_profile() -> str:

@@ -119,7 +119,8 @@ def _serve(opened: Opened, host: str, port: int, api_key: str | None, names: tup
             say(f"whoever reaches {host} may use this server; --api-key asks for a key")
         say(f"serving {', '.join(options.names)} at {url}/v1 (Ctrl-C stops)")
 
-    options = ServerOptions(names or opened.names, host, port, api_key or None, quiet)
+    planned = {} if opened.plan is None else opened.plan.by_group()
+    options = ServerOptions(names or opened.names, host, port, api_key or None, quiet, planned_memory=planned)
     try:
         serve(opened.spec, opened.text, options, progress, ready)
     finally:

@@ -14,6 +14,7 @@ from slimserve.engine.config import (
 )
 from slimserve.engine.driver import LoadedEngine, ProgressCallback
 from slimserve.engine.loop import Engine
+from slimserve.engine.memory import MemoryProbe
 from slimserve.engine.messages import EngineSpec
 from slimserve.errors import UsageError
 from slimserve.ops.cpu.library import load_or_warn, set_threads
@@ -57,16 +58,20 @@ def build(arguments: dict[str, Any], progress: ProgressCallback) -> LoadedEngine
         torch.set_num_threads(config.num_threads)
         if device.type == "cpu" and load_or_warn() is not None:
             set_threads(config.num_threads)
+    probe = MemoryProbe(device)
     loaded = load_model(
         settings.path,
         device=device,
         numerics=config.numerics,
         progress=lambda done, total: progress("weights", done, total),
     )
+    probe.mark()
     progress("caches", 0, 0)
     identity = CacheIdentity(settings.name, loaded.fingerprint, f"{config.cache.dtype.value}/{device.type}")
     engine = Engine(loaded.model, config, end_token_ids=frozenset(settings.end_token_ids), identity=identity)
-    return LoadedEngine(engine, engine.info(_facts(loaded, config, engine, time.monotonic() - started)))
+    probe.mark()
+    memory = probe.measure(loaded, engine)
+    return LoadedEngine(engine, engine.info(_facts(loaded, config, engine, time.monotonic() - started), memory))
 
 
 def check_device(name: str) -> torch.device:

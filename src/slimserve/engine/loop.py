@@ -173,7 +173,7 @@ class Engine:
             num_accepted=counters.accepted_tokens,
         )
 
-    def info(self, facts: dict[str, str] | None = None) -> EngineInfo:
+    def info(self, facts: dict[str, str] | None = None, memory: dict[str, int] | None = None) -> EngineInfo:
         """What a server's door must know."""
         return EngineInfo(
             vocab_size=self.model.config.vocab_size,
@@ -182,6 +182,7 @@ class Engine:
             max_queue=self.config.scheduler.max_queue,
             min_reusable_prefix=self.cache.min_reusable_prefix,
             facts=facts or {},
+            memory=memory or {},
         )
 
     def audit(self) -> None:

@@ -29,7 +29,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
     vocab_size bounds token ids. max_request_tokens is the longest prompt + output of one request that the
     context and the cache can hold. min_reusable_prefix is the shortest prefix, in tokens, that a later request
-    can reuse (0 = prefix caching off). `facts` is shown at start and by /v1/models.
+    can reuse (0 = prefix caching off). `facts` is shown at start and by /v1/models. `memory` holds measured bytes by
+    the names of the memory plan's groups.
     """
 
     vocab_size: int
@@ -38,6 +39,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     max_queue: int
     min_reusable_prefix: int = 64
     facts: dict[str, str] = {}
+    memory: dict[str, int] = {}
 
 
 class EngineStats(msgspec.Struct, frozen=True):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from slimserve.hardware import format_bytes
-from slimserve.plan.memory import MIB, MemoryPlan
+from slimserve.plan.memory import MIB, MemoryPlan, group_of
 
 TOTAL_MARGIN = 0.03
 TERM_MARGIN = 0.10
@@ -26,12 +26,6 @@ class Comparison:
     def difference(self) -> int | None:
         """measured - planned."""
         return None if self.measured is None else self.measured - self.planned
-
-
-def group_of(term: str) -> str:
-    """The measured group that a term belongs to: weights (drafter included), cache, or the term itself."""
-    head = term.split(".")[0]
-    return "weights" if head == "drafter" else head
 
 
 def compare(plan: MemoryPlan, measured: Mapping[str, int]) -> tuple[Comparison, ...]:

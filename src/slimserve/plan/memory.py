@@ -23,8 +23,12 @@ from slimserve.plan.description import DRAFTER, Description
 MIB = 1 << 20
 GIB = 1 << 30
 
-RUNTIME_BYTES = {"cpu": 420 * MIB, "cuda": 640 * MIB}
-"""Python, torch and (on CUDA) the device context with loaded kernels; measured, see docs/notebook.md."""
+RUNTIME_BYTES = {"cpu": 240 * MIB, "cuda": 640 * MIB}
+"""The engine's process before it loads anything: python and torch, or on CUDA the device context with its kernels;
+measured, see docs/notebook.md."""
+
+SERVER_BYTES = {"cpu": 200 * MIB, "cuda": 0}
+"""The server's own process where it shares the memory with the model; measured, see docs/notebook.md."""
 
 SLACK_SHARE = 0.03
 SLACK_LEAST = {"cpu": 32 * MIB, "cuda": 96 * MIB}
@@ -58,6 +62,12 @@ class Term:
     num_bytes: int
     device: str
     source: str
+
+
+def group_of(term: str) -> str:
+    """The group that a term is measured with: weights (drafter included), cache, or the term itself."""
+    head = term.split(".")[0]
+    return "weights" if head == DRAFTER else head
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +123,15 @@ class MemoryPlan:
     def total_bytes(self) -> int:
         """All terms on the device, the reserve not counted."""
         return sum(t.num_bytes for t in self.terms if t.name != "reserve" and t.device == self.memory.label)
+
+    def by_group(self) -> dict[str, int]:
+        """Planned bytes of each group on the device: weights (the drafter's included), cache, runtime, ..."""
+        groups: dict[str, int] = {}
+        for term in self.terms:
+            if term.name != "reserve" and term.device == self.memory.label:
+                name = group_of(term.name)
+                groups[name] = groups.get(name, 0) + term.num_bytes
+        return groups
 
     @property
     def caches_too_small(self) -> bool:
@@ -256,6 +275,8 @@ def _fixed_terms(
     """Everything but caches and reserve."""
     label, kind, limits = memory.label, memory.kind, config.scheduler
     terms = [Term("runtime", RUNTIME_BYTES[kind], label, "measured: python, torch and the device context")]
+    if SERVER_BYTES[kind]:
+        terms.append(Term("server", SERVER_BYTES[kind], label, "measured: the process that speaks HTTP"))
     terms += _weight_terms(description, memory)
     tokens = limits.token_budget + limits.max_sequences * (1 + max_draft)
     item = config.numerics.activation_dtype.itemsize

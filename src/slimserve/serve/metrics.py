@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -87,6 +87,21 @@ class Metrics:
         self.total = Histogram(
             "slimserve_request_seconds", "from arrival to the end", buckets=_TOTAL, registry=self.registry
         )
+
+    def show_memory(self, planned: Mapping[str, int], measured: Mapping[str, int]) -> None:
+        """Planned and measured bytes by group, set once when the engine is up; their difference where both exist."""
+        for name, words, values in (
+            ("planned", "memory that the plan gives a group", planned),
+            ("measured", "memory that a group was measured to take at start", measured),
+            (
+                "unplanned",
+                "measured minus planned",
+                {group: measured[group] - planned[group] for group in planned if group in measured},
+            ),
+        ):
+            gauge = Gauge(f"slimserve_memory_{name}_bytes", words, ["group"], registry=self.registry)
+            for group, value in values.items():
+                gauge.labels(group).set(value)
 
     def render(self, stats: EngineStats | None) -> bytes:
         """The text for a scrape; `stats` None = the engine did not answer."""

@@ -8,7 +8,7 @@ import ipaddress
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -33,7 +33,10 @@ _LAST_WORDS_SECONDS = 5
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """How to serve. grace_seconds: how long running requests may go on after a stop signal."""
+    """How to serve. grace_seconds: how long running requests may go on after a stop signal.
+
+    planned_memory: bytes by group of the memory plan, shown in the metrics beside what the engine measured.
+    """
 
     names: tuple[str, ...]
     host: str = "127.0.0.1"
@@ -42,6 +45,7 @@ class ServerOptions:
     quiet: bool = False
     grace_seconds: float = 30.0
     limits: ServerLimits = field(default_factory=ServerLimits)
+    planned_memory: Mapping[str, int] = field(default_factory=dict)
 
 
 def open_socket(host: str, port: int) -> socket.socket:
@@ -145,7 +149,10 @@ def serve(
             api_key=options.api_key,
             log=RequestLog(quiet=options.quiet),
         )
+        state.metrics.show_memory(options.planned_memory, client.info.memory)
         try:
+            # Whoever hears of the URL may connect at once: the system holds connections until they are taken.
+            listener.listen(2048)
             host, port = listener.getsockname()[:2]
             on_ready(client.info, f"http://{f'[{host}]' if ':' in host else host}:{port}")
             _run_http(state, listener, options)

@@ -1,0 +1,85 @@
+"""What an engine really takes: bytes by name, measured while it is built, to be laid beside the plan."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+
+from slimserve.engine.loop import Engine
+from slimserve.engine.request import Request, SamplingParams
+from slimserve.weights.loader import LoadedModel
+
+_WARM_UP_SECONDS = 600.0
+
+
+class MemoryProbe:
+    """Reads the device's memory at three moments: before anything is loaded, after weights, after caches.
+
+    On CUDA, `runtime` is what the device holds besides torch's own allocations: the context, loaded kernels, and
+    whatever other processes hold there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks = [self._now()]
+
+    def mark(self) -> None:
+        """Remember what is allocated now."""
+        self._marks.append(self._now())
+
+    def _now(self) -> int:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            return int(torch.cuda.memory_allocated(self._device))
+        return _resident_bytes()
+
+    def measure(self, loaded: LoadedModel, engine: Engine) -> dict[str, int]:
+        """Bytes by the plan's names. Call after `mark` was called once after loading and once after building."""
+        assert engine.cache.storage is not None
+        cache = engine.cache.storage.num_bytes
+        if self._device.type != "cuda":
+            # Weights stay in the file's mapping and untouched cache pages take nothing yet: both count in full.
+            return {"runtime": self._marks[0], "weights": sum(f.num_bytes for f in loaded.memory), "cache": cache}
+        before, with_weights, built = self._marks[:3]
+        working = warm_up(engine, self._device)
+        free, total = torch.cuda.mem_get_info(self._device)
+        reserved = int(torch.cuda.memory_reserved(self._device))
+        return {
+            "runtime": int(total - free) - reserved,
+            "weights": with_weights - before,
+            "cache": cache,
+            "inputs": built - with_weights - cache,
+            "activations": working,
+            "slack": reserved - int(torch.cuda.memory_allocated(self._device)) - working,
+        }
+
+
+def warm_up(engine: Engine, device: torch.device) -> int:
+    """Run one prompt as long as a step allows and a few tokens more; returns the peak of working memory in bytes.
+
+    Kernels are compiled here rather than under the first request. Nothing of it stays in the prefix index.
+    """
+    allocated = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    length = max(1, min(engine.config.scheduler.token_budget, engine.cache.max_request_tokens - 4))
+    prompt = [number % engine.model.config.vocab_size for number in range(length)]
+    engine.submit(Request("warm-up", prompt, SamplingParams(temperature=0.0), 3, ignore_eos=True))
+    end = time.monotonic() + _WARM_UP_SECONDS
+    while engine.has_work and time.monotonic() < end:
+        engine.step()
+    engine.cache.clear_index()
+    torch.cuda.synchronize(device)
+    return int(torch.cuda.max_memory_allocated(device) - allocated)
+
+
+def _resident_bytes() -> int:
+    """This process's resident memory, 0 where the system does not say."""
+    try:
+        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
