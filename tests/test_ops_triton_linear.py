@@ -143,3 +143,61 @@ def test_extreme_activations_stay_finite() -> None:
 
 def test_every_format_of_the_kernel_is_tested() -> None:
     assert set(TILE_FORMATS) == set(FORMATS)
+
+
+@pytest.mark.parametrize("name", ["Q6_K", "Q4_1", "NVFP4", "F8_E4M3", "BF16", "IQ3_S"])
+def test_embedding_rows_are_the_decoded_rows(name: str) -> None:
+    weight = random_weight(name, 37, 256)
+    ids = torch.tensor([3, 0, 36, -5, 99], dtype=torch.int32)
+    got = kernels.TritonLinear(weight, torch.device(DEVICE), NumericsConfig()).rows(ids.to(DEVICE), torch.float32)
+    expected = weight.dequantize()[ids.clamp(0, 36).long()]
+    assert torch.allclose(got.cpu(), expected, rtol=1e-6, atol=1e-7)
+
+
+def experts_oracle(
+    x: torch.Tensor,
+    parts: list[torch.Tensor],
+    down: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    limit: float,
+) -> torch.Tensor:
+    gate_up = torch.cat(parts, dim=1)  # [E, 2F, K]
+    out = torch.zeros(x.shape[0], down.shape[1], dtype=torch.float64)
+    for t in range(x.shape[0]):
+        for slot in range(ids.shape[1]):
+            gate, up = (gate_up[ids[t, slot]] @ x[t].double()).chunk(2)
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            out[t] += weights[t, slot].double() * (down[ids[t, slot]] @ (gate * torch.sigmoid(gate) * up))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("gate_name", "down_name", "split"),
+    [("Q4_K", "Q6_K", False), ("IQ2_XXS", "Q2_K", True)]
+    + ([("NVFP4", "NVFP4", False), ("F8_E4M3", "Q8_0", True), ("MXFP4", "MXFP4", False)] if ON_DEVICE else []),
+)
+def test_experts_match_float64_and_rows_stand_alone(gate_name: str, down_name: str, split: bool) -> None:
+    from slimserve.ops.triton.experts import TritonExperts
+
+    torch.manual_seed(3)
+    num_experts, width, inner, outer = (16, 1024, 512, 300) if ON_DEVICE else (2, 256, 256, 20)
+    parts = [random_weight(gate_name, inner, width, num_experts) for _ in range(2)]
+    if not split:
+        data = torch.cat([part.data for part in parts], dim=1)
+        parts = [PackedTensor(parts[0].format, (num_experts, 2 * inner, width), data, gate_name)]
+    down = random_weight(down_name, outer, inner, num_experts)
+    served = TritonExperts(tuple(parts), down, torch.device(DEVICE), NumericsConfig())
+    count = 40 if ON_DEVICE else 3
+    x = (torch.randn(count, width) * 0.1).bfloat16()
+    ids, weights = torch.randint(0, num_experts, (count, 2)), torch.rand(count, 2)
+    arguments = [tensor.to(DEVICE) for tensor in (x, ids, weights)]
+    got = served(*arguments, 10.0)
+    decoded = [part.dequantize().double() for part in parts]
+    expected = experts_oracle(x, decoded, down.dequantize().double(), ids, weights, 10.0)
+    assert got.dtype == torch.bfloat16
+    assert relative(got, expected) < (5e-3 if ON_DEVICE else 1e-2)
+    for t in (0, count - 1):
+        alone = served(*[tensor[t : t + 1] for tensor in arguments], 10.0)
+        assert torch.equal(alone[0], got[t])
+    assert int(served.locks.sum()) == 0

@@ -10,9 +10,9 @@ from slimserve.quant.tensor import PackedTensor
 
 
 class Embedding:
-    """Rows of a packed [V, H] table, decoded on lookup; `multiplier` scales them (Gemma: sqrt(H))."""
+    """Rows of a packed [V, H] table (`ops.prepare_table`), decoded on lookup and scaled by `multiplier` (Gemma)."""
 
-    def __init__(self, table: PackedTensor, dtype: torch.dtype, multiplier: float | None = None) -> None:
+    def __init__(self, table: PackedTensor | LinearWeight, dtype: torch.dtype, multiplier: float | None = None) -> None:
         self.table = table
         self.dtype = dtype
         self.multiplier = multiplier
@@ -32,7 +32,7 @@ class Head:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [L, H] -> float32 [L, V]."""
-        logits = ops.linear(hidden, self.weight).float()
+        logits = ops.linear(hidden, self.weight, out_dtype=torch.float32)
         if self.softcap is None:
             return logits
         return logits.div_(self.softcap).tanh_().mul_(self.softcap)

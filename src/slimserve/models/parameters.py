@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -34,7 +33,7 @@ class Parameters:
         self._kept_bytes = 0
         self.device = device
         self.numerics = numerics
-        self._tables: set[str] = set()
+        self._tables: dict[str, PackedTensor | LinearWeight] = {}
         self.prepared: dict[str, LinearWeight | ExpertWeights] = {}
 
     @property
@@ -73,18 +72,17 @@ class Parameters:
         """Take a small tensor where the checkpoint has it."""
         return self.tensor(name, dtype) if name in self._tensors else None
 
-    def table(self, name: str) -> PackedTensor:
-        """A packed embedding table on the device; not taken, because a tied head reads the same tensor."""
+    def table(self, name: str) -> PackedTensor | LinearWeight:
+        """An embedding table on the device; not taken, because a tied head reads the same tensor."""
         if name not in self._tensors:
             raise FormatError(f"parameter {name} is not loaded")
-        packed = self._tensors[name]
         if name not in self._tables:
+            packed = self._tensors[name]
             self._report(packed)
-            self._tables.add(name)
-            scales = {key: scale.to(self.device) for key, scale in packed.scales.items()}
-            packed = self._tensors[name] = replace(packed, data=packed.data.to(self.device), scales=scales)
-            self._kept_bytes += packed.num_bytes
-        return packed
+            table = ops.prepare_table(packed, device=self.device, numerics=self.numerics)
+            self._tables[name] = table
+            self._kept_bytes += table.num_bytes
+        return self._tables[name]
 
     def linear(self, *names: str) -> LinearWeight:
         """Take `name.weight` (and `name.bias` where present) of each name, stacked by rows into one product."""
@@ -105,7 +103,10 @@ class Parameters:
         """The output head: its own matrix, or the embedding table `tied_to`."""
         if tied_to is None:
             return self.linear(name)
-        return self._prepare(name, [self._tensors[tied_to]], (name,))
+        table = self._tables.get(tied_to, self._tensors[tied_to])
+        if isinstance(table, LinearWeight):
+            return table
+        return self._prepare(name, [table], (name,))
 
     def _prepare(self, key: str, parts: list[PackedTensor], names: Sequence[str]) -> LinearWeight:
         biases = [self.optional(f"{name}.bias") for name in names]
@@ -123,6 +124,6 @@ class Parameters:
 
     def finish(self) -> None:
         """Raise FormatError naming parameters that were loaded and never used."""
-        unused = sorted(set(self._tensors) - self._tables)
+        unused = sorted(set(self._tensors) - set(self._tables))
         if unused:
             raise FormatError(f"{len(unused)} loaded parameters are not used by the forward: {', '.join(unused[:6])}")

@@ -25,7 +25,7 @@ from slimserve.ops.hybrid import (
     update_pools,
     write_latents,
 )
-from slimserve.ops.linear import expert_linear, linear, prepare_experts, prepare_linear
+from slimserve.ops.linear import expert_linear, linear, prepare_experts, prepare_linear, prepare_table
 from slimserve.ops.numerics import Activations, NumericsConfig
 from slimserve.ops.resolver import Case, Choice, KernelEntry, KernelRow, Op
 from slimserve.ops.weights import ExpertWeights, LinearWeight, PreparedExperts, PreparedLinear
@@ -59,6 +59,7 @@ __all__ = [
     "paged_attention",
     "prepare_experts",
     "prepare_linear",
+    "prepare_table",
     "rms_norm",
     "rope",
     "route",

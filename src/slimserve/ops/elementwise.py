@@ -6,11 +6,17 @@ import torch
 
 from slimserve.ops.registry import pick
 from slimserve.ops.resolver import Op
+from slimserve.ops.weights import LinearWeight
 from slimserve.quant.tensor import PackedTensor
 
 
-def embedding(token_ids: torch.Tensor, packed: PackedTensor, dtype: torch.dtype) -> torch.Tensor:
-    """Decode the rows token_ids [T] of a packed [V, H] table: [T, H] of `dtype`; ids are clamped to [0, V)."""
+def embedding(token_ids: torch.Tensor, packed: PackedTensor | LinearWeight, dtype: torch.dtype) -> torch.Tensor:
+    """Decode rows token_ids [T] of a [V, H] table (`prepare_table`): [T, H] of `dtype`; ids are clamped."""
+    if isinstance(packed, LinearWeight):
+        decoder = packed.row_decoder
+        if decoder is None:
+            raise ValueError(f"embedding: {packed.kernel} cannot decode single rows")
+        return decoder.rows(token_ids, dtype)
     choice = pick(Op.EMBEDDING, packed.data.device, dtype)
     result: torch.Tensor = choice.entry.implementation(token_ids, packed, dtype)
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -100,6 +101,23 @@ def linear(x: torch.Tensor, weight: LinearWeight, *, out_dtype: torch.dtype | No
     if weight.bias is not None:
         out += weight.bias
     return out
+
+
+def prepare_table(
+    packed: PackedTensor, *, device: torch.device | str = "cpu", numerics: NumericsConfig | None = None
+) -> PackedTensor | LinearWeight:
+    """An embedding table [V, H] as `embedding` reads it on `device`.
+
+    Where the device's matrix kernel can decode single rows, the table is its prepared weight, which a tied head
+    multiplies with as it is; elsewhere it is the packed tensor itself.
+    """
+    target = torch.device(device)
+    if target.type == "cuda":
+        weight = prepare_linear([packed], device=target, numerics=numerics)
+        if weight.row_decoder is not None:
+            return weight
+    scales = {name: scale.to(target) for name, scale in packed.scales.items()}
+    return replace(packed, data=packed.data.to(target), scales=scales)
 
 
 def prepare_experts(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -20,6 +20,15 @@ class PreparedLinear(Protocol):
 
         x is contiguous; out is float32, bfloat16 or float16. The bits of a row depend on that row alone.
         """
+        ...
+
+
+@runtime_checkable
+class RowDecoder(Protocol):
+    """A prepared part that can also decode single rows of its weight."""
+
+    def rows(self, token_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Weight rows token_ids [T], clamped to valid ids: [T, K] of `dtype`."""
         ...
 
 
@@ -65,6 +74,12 @@ class LinearWeight:
     parts: tuple[LinearPart, ...]
     bias: torch.Tensor | None
     fused: FusedProduct | None = None
+
+    @property
+    def row_decoder(self) -> RowDecoder | None:
+        """The single part where it can decode rows of its weight (an embedding table), else None."""
+        only = self.parts[0].prepared if len(self.parts) == 1 else None
+        return only if isinstance(only, RowDecoder) else None
 
     @property
     def kernel(self) -> str:

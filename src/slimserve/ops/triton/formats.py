@@ -8,7 +8,7 @@ scales take a byte, seven-bit sign indices their eight signs, super-scales float
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,8 +26,8 @@ Unpacked = tuple[torch.Tensor | None, torch.Tensor | None]
 class TileFormat:
     """How a format meets the kernel: constants of `linear_kernel`, and `unpack` for whole blocks.
 
-    step, dot: elements of one step of K and of one product. low_bits, high_bits: bits of a code in the two planes, word_bits of
-    a plane's elements.
+    step, dot: elements of one step of K and of one product. low_bits, high_bits: bits of a code in the two planes;
+    word_bits: bits of a plane's elements.
     field_bits: width of what `unpack` calls words (packed into int32 words per step where narrower).
     words: int32 words per row and step, and bias: what the tile leaves to the offset (see `tiles`). grid: name of
     the table of an I format and the factor that its entries are multiplied with.
@@ -231,76 +231,51 @@ def _tq2_0(blocks: torch.Tensor) -> Unpacked:
     return _two_bit(blocks[:, 0:64]), _float_word(half_field(blocks, 64))
 
 
-NIBBLE_128 = {"step": 128, "dot": 32, "low_bits": 4}
-K_256 = {"step": 256, "dot": 32, "low_bits": 4}
-E4M3_16 = {"step": 128, "dot": 16, "word_bits": 16, "low_bits": 4, "words": 2, "field_bits": 8}
-SUB_16 = {"step": 256, "dot": 16, "word_bits": 16}
-
-
-def _grid(unpack: Callable[[torch.Tensor], Unpacked], table: str, words: int, dot: int, **more: object) -> TileFormat:
-    return TileFormat(tiles.GRID.value, tiles.SCALE_ODD_NIBBLE.value, 256, dot, unpack, words=words, grid=table, **more)  # type: ignore[arg-type]
-
+_NIBBLE_128 = TileFormat(tiles.NIBBLE.value, tiles.SCALE_HALF.value, 128, 32, low_bits=4)
+_PAIRED = replace(_NIBBLE_128, scale=tiles.SCALE_HALF_PAIR.value, offsets=True)
+_FIVE_256 = replace(_NIBBLE_128, code=tiles.FIVE_BITS.value, step=256, high_bits=1)
+_LEVELS = replace(_NIBBLE_128, code=tiles.NIBBLE_LEVELS.value)
+_SUB_16 = TileFormat(tiles.TWO_BITS.value, tiles.SCALE_BYTE.value, 256, 16, low_bits=2, word_bits=16, words=5)
+_E2M1_16 = TileFormat(
+    tiles.WORD_E2M1.value, tiles.SCALE_E4M3.value, 128, 16, low_bits=4, word_bits=16, field_bits=8, words=2
+)
+_GRID_32 = TileFormat(tiles.GRID.value, tiles.SCALE_ODD_NIBBLE.value, 256, 32)
+_GRID_16 = replace(_GRID_32, dot=16)
+_PLAIN = TileFormat(tiles.PLAIN.value, tiles.SCALE_NONE.value, 128, 64)
 
 TILE_FORMATS: dict[str, TileFormat] = {
-    "Q4_0": TileFormat(
-        tiles.NIBBLE.value, tiles.SCALE_HALF.value, unpack=_q4_0, bias=8, words=2, field_bits=16, **NIBBLE_128
-    ),
-    "Q4_1": TileFormat(
-        tiles.NIBBLE.value, tiles.SCALE_HALF_PAIR.value, unpack=_q4_1, bias=-128, words=4, offsets=True, **NIBBLE_128
-    ),
-    "Q5_0": TileFormat(
-        tiles.FIVE_BITS.value,
-        tiles.SCALE_HALF.value,
-        unpack=_q5_0,
-        high_bits=1,
-        bias=16,
-        words=4,
-        field_bits=16,
-        **K_256,
-    ),
-    "Q5_1": TileFormat(
-        tiles.FIVE_BITS.value, tiles.SCALE_HALF_PAIR.value, unpack=_q5_1, high_bits=1, words=8, offsets=True, **K_256
-    ),
+    "Q4_0": replace(_NIBBLE_128, unpack=_q4_0, bias=8, words=2, field_bits=16),
+    "Q4_1": replace(_PAIRED, unpack=_q4_1, bias=-128, words=4),
+    "Q5_0": replace(_FIVE_256, unpack=_q5_0, bias=16, words=4, field_bits=16),
+    "Q5_1": replace(_FIVE_256, scale=tiles.SCALE_HALF_PAIR.value, offsets=True, unpack=_q5_1, words=8),
     "Q8_0": TileFormat(
         tiles.SIGNED_BYTE.value, tiles.SCALE_HALF.value, 128, 32, _q8_0, low_bits=8, words=2, field_bits=16
     ),
-    "Q2_K": TileFormat(
-        tiles.TWO_BITS.value, tiles.SCALE_K2.value, unpack=_q2_k, low_bits=2, words=5, offsets=True, **SUB_16
+    "Q2_K": replace(_SUB_16, scale=tiles.SCALE_K2.value, offsets=True, unpack=_q2_k),
+    "Q3_K": replace(_SUB_16, code=tiles.THREE_BITS.value, unpack=_q3_k, high_bits=1, bias=4),
+    "Q4_K": replace(_NIBBLE_128, scale=tiles.SCALE_K.value, step=256, offsets=True, unpack=_q4_k, bias=-128, words=5),
+    "Q5_K": replace(_FIVE_256, scale=tiles.SCALE_K.value, offsets=True, unpack=_q5_k, words=5),
+    "Q6_K": replace(_SUB_16, code=tiles.SIX_BITS.value, unpack=_q6_k, low_bits=4, high_bits=2, bias=32),
+    "IQ4_NL": replace(_LEVELS, unpack=_iq4_nl, words=2, field_bits=16),
+    "IQ4_XS": replace(_LEVELS, scale=tiles.SCALE_BYTE.value, step=256, unpack=_iq4_xs, words=3),
+    "MXFP4": replace(
+        _NIBBLE_128, code=tiles.NIBBLE_E2M1.value, scale=tiles.SCALE_POWER.value, unpack=_mxfp4, field_bits=8
     ),
-    "Q3_K": TileFormat(
-        tiles.THREE_BITS.value, tiles.SCALE_BYTE.value, unpack=_q3_k, low_bits=2, high_bits=1, bias=4, words=5, **SUB_16
-    ),
-    "Q4_K": TileFormat(
-        tiles.NIBBLE.value, tiles.SCALE_K.value, unpack=_q4_k, bias=-128, words=5, offsets=True, **K_256
-    ),
-    "Q5_K": TileFormat(
-        tiles.FIVE_BITS.value, tiles.SCALE_K.value, unpack=_q5_k, high_bits=1, words=5, offsets=True, **K_256
-    ),
-    "Q6_K": TileFormat(
-        tiles.SIX_BITS.value, tiles.SCALE_BYTE.value, unpack=_q6_k, low_bits=4, high_bits=2, bias=32, words=5, **SUB_16
-    ),
-    "IQ4_NL": TileFormat(
-        tiles.NIBBLE_LEVELS.value, tiles.SCALE_HALF.value, unpack=_iq4_nl, words=2, field_bits=16, **NIBBLE_128
-    ),
-    "IQ4_XS": TileFormat(tiles.NIBBLE_LEVELS.value, tiles.SCALE_BYTE.value, unpack=_iq4_xs, words=3, **K_256),
-    "MXFP4": TileFormat(
-        tiles.NIBBLE_E2M1.value, tiles.SCALE_POWER.value, unpack=_mxfp4, words=1, field_bits=8, **NIBBLE_128
-    ),
-    "NVFP4": TileFormat(tiles.WORD_E2M1.value, tiles.SCALE_E4M3.value, unpack=_nvfp4, **E4M3_16),
-    "E2M1_G16": TileFormat(tiles.WORD_E2M1.value, tiles.SCALE_E4M3.value, **E4M3_16),
-    "INT4": TileFormat(tiles.NIBBLE.value, tiles.SCALE_FLOAT.value, bias=8, words=1, **NIBBLE_128),
+    "NVFP4": replace(_E2M1_16, unpack=_nvfp4),
+    "E2M1_G16": _E2M1_16,
+    "INT4": replace(_NIBBLE_128, scale=tiles.SCALE_FLOAT.value, bias=8),
     "F8_E4M3": TileFormat(tiles.FLOAT8.value, tiles.SCALE_NONE.value, 128, 64, low_bits=8),
-    "TQ2_0": TileFormat(tiles.TWO_BITS.value, tiles.SCALE_FLOAT.value, unpack=_tq2_0, low_bits=2, bias=1, **SUB_16),
-    "IQ2_XXS": _grid(_iq2_xxs, "IQ2_XXS", 2 + 8 + 8, 32),
-    "IQ2_XS": _grid(_iq2_xs, "IQ2_XS", 3 + 8 + 8 + 1, 16, grid_high=1),
-    "IQ2_S": _grid(_iq2_s, "IQ2_S", 3 + 8 + 8 + 2, 16, grid_high=2),
-    "IQ3_XXS": _grid(_iq3_xxs, "IQ3_XXS", 2 + 8 + 16, 32, grid_row=4),
-    "IQ3_S": _grid(_iq3_s, "IQ3_S", 2 + 8 + 16 + 2, 32, grid_row=4, grid_high=1),
-    "IQ1_S": _grid(_iq1_s, "IQ1", 2 + 8 + 4, 32, grid_high=4, grid_delta=True, grid_factor=8),
-    "IQ1_M": _grid(_iq1_m, "IQ1", 3 + 8 + 4, 16, grid_high=4, grid_delta=True, grid_factor=8),
-    "BF16": TileFormat(tiles.PLAIN.value, tiles.SCALE_NONE.value, 128, 64),
-    "F16": TileFormat(tiles.PLAIN.value, tiles.SCALE_NONE.value, 128, 64, weight_parts=2),
-    "F32": TileFormat(tiles.PLAIN.value, tiles.SCALE_NONE.value, 128, 32, weight_parts=3),
+    "TQ2_0": replace(_SUB_16, scale=tiles.SCALE_FLOAT.value, unpack=_tq2_0, bias=1, words=1),
+    "IQ2_XXS": replace(_GRID_32, unpack=_iq2_xxs, grid="IQ2_XXS", words=2 + 8 + 8),
+    "IQ2_XS": replace(_GRID_16, unpack=_iq2_xs, grid="IQ2_XS", words=3 + 8 + 8 + 1, grid_high=1),
+    "IQ2_S": replace(_GRID_16, unpack=_iq2_s, grid="IQ2_S", words=3 + 8 + 8 + 2, grid_high=2),
+    "IQ3_XXS": replace(_GRID_32, unpack=_iq3_xxs, grid="IQ3_XXS", words=2 + 8 + 16, grid_row=4),
+    "IQ3_S": replace(_GRID_32, unpack=_iq3_s, grid="IQ3_S", words=2 + 8 + 16 + 2, grid_row=4, grid_high=1),
+    "IQ1_S": replace(_GRID_32, unpack=_iq1_s, grid="IQ1", grid_factor=8, words=2 + 8 + 4, grid_high=4, grid_delta=True),
+    "IQ1_M": replace(_GRID_16, unpack=_iq1_m, grid="IQ1", grid_factor=8, words=3 + 8 + 4, grid_high=4, grid_delta=True),
+    "BF16": _PLAIN,
+    "F16": replace(_PLAIN, weight_parts=2),
+    "F32": replace(_PLAIN, dot=32, weight_parts=3),
 }
 """Formats that the kernel serves."""
 

@@ -8,7 +8,7 @@ import torch
 
 from slimserve.ops.numerics import NumericsConfig
 from slimserve.ops.triton.launch import INTERPRETED, NO_FUSION, cdiv, multiprocessors
-from slimserve.ops.triton.linear_kernel import linear_kernel, split_rows_kernel
+from slimserve.ops.triton.linear_kernel import embedding_kernel, linear_kernel, split_rows_kernel
 from slimserve.ops.triton.relayout import TileWeight, relayout
 from slimserve.quant.tensor import PackedTensor
 
@@ -128,8 +128,8 @@ def launch(
         grouping.tile_group, grouping.tile_first, grouping.tile_count, grouping.row_ids
     )  # fmt: skip
     linear_kernel[(tiles_m, segments.count if split else 1, tiles_n)](
-        rows.planes, rows.sums, low, _or(weight.high, none), _or(weight.words, none), _or(weight.table, none),
-        _or(weight.row_scale, none), _or(weight.block_scale, none), out, work, locks, *lists,
+        rows.planes, rows.sums, low, or_else(weight.high, none), or_else(weight.words, none),
+        or_else(weight.table, none), or_else(weight.row_scale, none), or_else(weight.block_scale, none), out, work, locks, *lists,
         num_rows, weight.rows, weight.width, rows.width, out.stride(0), segments.steps, weight.steps, segments.count,
         1 if grouping is None else grouping.divisor,
         _group_size(weight.low), _group_size(weight.high), _group_size(weight.words),
@@ -142,7 +142,7 @@ def launch(
     )  # fmt: skip
 
 
-def _or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+def or_else(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
     return other if tensor is None else tensor
 
 
@@ -166,3 +166,21 @@ class TritonLinear:
             return
         rows = prepare_rows(x, self.weight)
         launch(self.weight, self.segments, self.locks, rows, x.shape[0], out, choose_tile(x.shape[0]))
+
+    def rows(self, token_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Decode weight rows token_ids [T] (clamped to valid ids): [T, K] of `dtype`."""
+        weight, fmt = self.weight, self.weight.format
+        out = torch.empty((token_ids.shape[0], weight.width), dtype=dtype, device=token_ids.device)
+        if token_ids.shape[0] == 0:
+            return out
+        block, none = 16, self.locks
+        embedding_kernel[(cdiv(token_ids.shape[0], block), weight.steps)](
+            token_ids, or_else(weight.low, none), or_else(weight.high, none), or_else(weight.words, none),
+            or_else(weight.table, none), or_else(weight.row_scale, none), or_else(weight.block_scale, none), out,
+            token_ids.shape[0], weight.rows, weight.width, weight.steps,
+            CODE=fmt.code, SCALE=fmt.scale, KD=fmt.dot, STEP=fmt.step, BIAS=fmt.bias, WORDS=fmt.words,
+            GRID_ROW=fmt.grid_row, GRID_HIGH=fmt.grid_high, GRID_DELTA=fmt.grid_delta, OFFSETS=fmt.offsets,
+            ROW_SCALE=weight.row_scale is not None, BLOCK_SCALE=weight.block_scale is not None,
+            ASM=not INTERPRETED, BN=block, num_warps=2, **NO_FUSION,
+        )  # fmt: skip
+        return out

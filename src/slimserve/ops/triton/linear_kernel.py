@@ -136,7 +136,8 @@ def linear_kernel(
     WORDS: tl.constexpr, GRID_ROW: tl.constexpr, GRID_HIGH: tl.constexpr, GRID_DELTA: tl.constexpr,
     W_PARTS: tl.constexpr, X_PARTS: tl.constexpr, OFFSETS: tl.constexpr, ROW_SCALE: tl.constexpr,
     BLOCK_SCALE: tl.constexpr, TAIL: tl.constexpr, SPLIT: tl.constexpr, GROUPED: tl.constexpr,
-    SWAP: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+    SWAP: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     tile_m = tl.program_id(0)
     tile_n = tl.program_id(2)
@@ -162,7 +163,7 @@ def linear_kernel(
         live_m = m < num_x
         out_row = m
     DOTS: tl.constexpr = STEP // KD
-    CHAIN: tl.constexpr = (SCALE == SCALE_NONE) or (SCALE == SCALE_E4M3)
+    CHAIN: tl.constexpr = (SCALE == SCALE_NONE) or (SCALE == SCALE_E4M3)  # noqa: SIM109
     k = tl.arange(0, KD)
     x_row = across_rows(m.to(tl.int64) * x_width, SWAP)
     live_tile = across_rows(live_m, SWAP)
@@ -241,6 +242,57 @@ def linear_kernel(
         total = total * along_rows(tl.load(row_scale_ptr + n), SWAP)
     place = across_rows(out_row.to(tl.int64) * stride_out, SWAP) + along_rows(n, SWAP)
     tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=live_tile & along_rows(live_n, SWAP))
+
+
+@triton.jit
+def embedding_kernel(
+    ids_ptr, c0_ptr, c1_ptr, words_ptr, table_ptr, row_scale_ptr, block_scale_ptr, out_ptr,
+    num_ids, rows, width, num_steps,
+    CODE: tl.constexpr, SCALE: tl.constexpr, KD: tl.constexpr, STEP: tl.constexpr, BIAS: tl.constexpr,
+    WORDS: tl.constexpr, GRID_ROW: tl.constexpr, GRID_HIGH: tl.constexpr, GRID_DELTA: tl.constexpr,
+    OFFSETS: tl.constexpr, ROW_SCALE: tl.constexpr, BLOCK_SCALE: tl.constexpr, ASM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Decode rows ids [T] of a weight to out [T, K]: the tiles of `linear_kernel`, at rows that a list names."""
+    at = tl.program_id(0) * BN + tl.arange(0, BN)
+    live = at < num_ids
+    n = tl.load(ids_ptr + at, mask=live, other=0).to(tl.int32)
+    n = tl.minimum(tl.maximum(n, 0), rows - 1)
+    step = tl.program_id(1)
+    k = tl.arange(0, KD)
+    for j in tl.static_range(STEP // KD):
+        value = decode_tile(
+            c0_ptr, c1_ptr, words_ptr, table_ptr, step, j, n, rows, width,
+            CODE, KD, STEP, BIAS, SCALE, WORDS, GRID_ROW, GRID_HIGH, GRID_DELTA, False, ASM,
+        ).to(tl.float32)  # fmt: skip
+        if (SCALE != SCALE_NONE) and (SCALE != SCALE_E4M3):
+            scale, offset = group_scale(words_ptr, step, j, n, rows, SCALE, WORDS, BIAS)
+            value = value * scale[:, None]
+            if OFFSETS:
+                value = value + offset[:, None]
+        if BLOCK_SCALE:
+            value = value * tl.load(block_scale_ptr + (n // 128) * num_steps + step)[:, None]
+        if ROW_SCALE:
+            value = value * tl.load(row_scale_ptr + n)[:, None]
+        column = step * STEP + j * KD + k
+        place = at.to(tl.int64)[:, None] * width + column[None, :]
+        mask = live[:, None] & (column < width)[None, :]
+        tl.store(out_ptr + place, value.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def combine_kernel(
+    parts_ptr, weights_ptr, out_ptr, width, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out [T, H] = sum over slots, in order, of weights [T, SLOTS] * parts [T, SLOTS, H]."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < width
+    total = tl.zeros((BLOCK,), tl.float32)
+    for slot in tl.static_range(SLOTS):
+        weight = tl.load(weights_ptr + row * SLOTS + slot)
+        part = tl.load(parts_ptr + (row * SLOTS + slot) * width + at, mask=mask, other=0.0)
+        total = tl.fma(part, tl.full((BLOCK,), 1.0, tl.float32) * weight, total)
+    tl.store(out_ptr + row * width + at, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

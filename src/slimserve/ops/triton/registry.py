@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from slimserve.ops.resolver import Case, KernelEntry, Op
-from slimserve.ops.triton import attention, linear_attention, rows, sparse
+from slimserve.ops.triton import attention, experts, linear, linear_attention, relayout, rows, sparse
 
 KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 
@@ -23,6 +23,13 @@ def _float_or_fp8_cache(case: Case) -> str | None:
     if case.kv_dtype in KV_DTYPES:
         return _float_activations(case)
     return f"a cache of {case.kv_dtype} is not supported"
+
+
+def _served_weight(case: Case) -> str | None:
+    for name in (case.weight_format or "").split("+"):
+        if (reason := relayout.refuses(name, case.shape)) is not None:
+            return reason
+    return _float_activations(case)
 
 
 def entries() -> tuple[KernelEntry, ...]:
@@ -47,8 +54,10 @@ def entries() -> tuple[KernelEntry, ...]:
         Op.PAGED_ATTENTION: attention.paged_attention,
         Op.LATENT_ATTENTION: sparse.latent_attention,
     }
-    return tuple(
-        KernelEntry(op, f"triton {op.value}", refuses, run)
-        for group, refuses in ((row_kernels, _float_activations), (paged, _float_or_fp8_cache))
-        for op, run in group.items()
-    )
+    groups = ((row_kernels, _float_activations), (paged, _float_or_fp8_cache))
+    found = [
+        KernelEntry(op, f"triton {op.value}", refuses, run) for group, refuses in groups for op, run in group.items()
+    ]
+    found.append(KernelEntry(Op.LINEAR, "triton tiles", _served_weight, linear.TritonLinear))
+    found.append(KernelEntry(Op.EXPERTS, "triton grouped tiles", _served_weight, experts.TritonExperts))
+    return tuple(found)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from slimserve.ops.triton.formats import TILE_FORMATS, TileFormat, as_words, table_of
+from slimserve.errors import RefusalError
+from slimserve.ops.triton.formats import TILE_FORMATS, TileFormat, Unpacked, as_words, table_of
 from slimserve.ops.triton.launch import cdiv
 from slimserve.quant.decode_scaled import SCALE_BLOCK, has_block_scale, pair_codes
 from slimserve.quant.tensor import PackedTensor
@@ -78,11 +79,11 @@ def _unpack(
         return torch.nn.functional.pad(codes, (0, padded - codes.shape[1])), None
     block, size = packed.format.block_size, packed.format.block_bytes
     data = torch.nn.functional.pad(data, (0, padded // block * size - data.shape[1]))
-    codes, fields = fmt.unpack(data.reshape(-1, size))
+    unpacked, fields = fmt.unpack(data.reshape(-1, size))
     steps = padded // fmt.step
     if fields is not None:
         fields = fields.reshape(rows, steps, -1)
-    return (None if codes is None else codes.reshape(rows, padded)), fields
+    return (None if unpacked is None else unpacked.reshape(rows, padded)), fields
 
 
 def _side_fields(packed: PackedTensor, fmt: TileFormat, steps: int) -> torch.Tensor | None:
@@ -90,13 +91,13 @@ def _side_fields(packed: PackedTensor, fmt: TileFormat, steps: int) -> torch.Ten
     scale = packed.scales.get("weight_scale")
     if packed.format.name == "E2M1_G16":
         if scale is None or scale.dtype != torch.float8_e4m3fn:
-            raise ValueError(f"{packed.name}: E2M1_G16 needs a float8_e4m3fn weight_scale")
+            raise RefusalError(f"{packed.name}: E2M1_G16 on this device needs float8_e4m3fn group scales.")
         codes = scale.view(torch.uint8).to(torch.int32)
         per_step = fmt.step // 16
         return torch.nn.functional.pad(codes, (0, steps * per_step - codes.shape[1])).reshape(-1, steps, per_step)
     if packed.format.name == "INT4":
         if scale is None or packed.shape[-1] != scale.shape[-1] * fmt.step:
-            raise ValueError(f"{packed.name}: INT4 needs a weight_scale per {fmt.step} weights")
+            raise RefusalError(f"{packed.name}: INT4 on this device needs one scale per {fmt.step} weights along K.")
         return scale.to(torch.float32).contiguous().view(torch.int32).reshape(-1, steps, 1)
     return None
 

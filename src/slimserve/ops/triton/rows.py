@@ -80,10 +80,11 @@ def _gated_kernel(x_ptr, y_ptr, width, limit, CLAMP: tl.constexpr, GELU: tl.cons
     tl.store(y_ptr + row * width + cols, (activated * up).to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def _gated(gate_up: torch.Tensor, limit: float | None, gelu: bool) -> torch.Tensor:
+def gated(gate_up: torch.Tensor, limit: float | None, gelu: bool, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The gated activation in `dtype` (default gate_up's): silu with optional clamps, or gelu."""
     width = gate_up.shape[-1] // 2
     rows = gate_up.reshape(-1, 2 * width).contiguous()
-    y = torch.empty((rows.shape[0], width), dtype=gate_up.dtype, device=gate_up.device)
+    y = torch.empty((rows.shape[0], width), dtype=dtype or gate_up.dtype, device=gate_up.device)
     if rows.shape[0]:
         _gated_kernel[(rows.shape[0], cdiv(width, 1024))](
             rows, y, width, 0.0 if limit is None else limit,
@@ -94,12 +95,12 @@ def _gated(gate_up: torch.Tensor, limit: float | None, gelu: bool) -> torch.Tens
 
 def silu_mul(gate_up: torch.Tensor, limit: float | None = None) -> torch.Tensor:
     """See `slimserve.ops.silu_mul`."""
-    return _gated(gate_up, limit, gelu=False)
+    return gated(gate_up, limit, gelu=False)
 
 
 def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """See `slimserve.ops.gelu_tanh_mul`."""
-    return _gated(gate_up, None, gelu=True)
+    return gated(gate_up, None, gelu=True)
 
 
 @triton.jit

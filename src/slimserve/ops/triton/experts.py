@@ -1,0 +1,102 @@
+"""Routed experts on a CUDA device: input rows sorted by expert, then the matrix product of `linear_kernel` per tile.
+
+A tile holds rows of one expert. Which rows share a tile does not matter to any of them, and a token's slots are
+summed in their own order, so a token's result depends on that token alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from slimserve.ops.numerics import NumericsConfig
+from slimserve.ops.triton.launch import NO_FUSION, cdiv
+from slimserve.ops.triton.linear import (
+    LOCKS,
+    NARROW,
+    TILES,
+    Grouping,
+    Tile,
+    launch,
+    prepare_rows,
+    segments_of,
+)
+from slimserve.ops.triton.linear_kernel import combine_kernel
+from slimserve.ops.triton.relayout import relayout
+from slimserve.ops.triton.rows import gated
+from slimserve.quant.tensor import PackedTensor
+
+
+def choose_expert_tile(num_rows: int, num_pairs: int, num_experts: int) -> Tile:
+    """The tile for `num_pairs` (row, slot) pairs of num_rows rows: wide ones only where experts are full enough."""
+    if num_rows <= NARROW.columns or num_pairs <= 8 * num_experts:
+        return NARROW
+    return TILES[1] if num_pairs <= 24 * num_experts else TILES[2]
+
+
+def group_rows(expert_ids: torch.Tensor, num_experts: int, columns: int, divisor: int) -> Grouping:
+    """Sort pairs by expert: per tile its expert, first place and count, and the pair ids in sorted order (int32).
+
+    Runs without a host synchronisation: the tile lists have their largest possible length, spare tiles count 0.
+    """
+    flat = expert_ids.reshape(-1).long()
+    pairs = flat.shape[0]
+    order = torch.argsort(flat, stable=True)
+    ones = torch.ones_like(flat)
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, ones)
+    tiles = (counts + columns - 1) // columns
+    tile_end, row_end = tiles.cumsum(0), counts.cumsum(0)
+    tile = torch.arange(min(pairs, num_experts + pairs // columns), device=flat.device)
+    found = torch.searchsorted(tile_end, tile, right=True)
+    expert = found.clamp(max=num_experts - 1)
+    inside = (tile - (tile_end - tiles)[expert]) * columns
+    count = (counts[expert] - inside).clamp(0, columns)
+    count = torch.where(found < num_experts, count, 0)
+    first = (row_end - counts)[expert] + inside
+    return Grouping(expert.int(), first.int(), count.int(), order.int(), divisor)
+
+
+class TritonExperts:
+    """All experts of a layer on the device; see PreparedExperts."""
+
+    def __init__(
+        self,
+        gate_up: tuple[PackedTensor, ...],
+        down: PackedTensor,
+        device: torch.device,
+        numerics: NumericsConfig,
+    ) -> None:
+        del numerics
+        self.gate_up = [relayout(part, device) for part in gate_up]
+        self.down = relayout(down, device)
+        self.segments = [segments_of(weight) for weight in (*self.gate_up, self.down)]
+        self.locks = torch.zeros(LOCKS, dtype=torch.int32, device=device)
+        self.num_experts = down.shape[0]
+        self.num_bytes = sum(weight.num_bytes for weight in (*self.gate_up, self.down)) + self.locks.numel() * 4
+
+    def __call__(
+        self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor, limit: float | None
+    ) -> torch.Tensor:
+        """See PreparedExperts; between the two products values are float32, rounded once to x's dtype."""
+        num_rows, slots = expert_ids.shape
+        pairs = num_rows * slots
+        out = torch.empty((num_rows, self.down.rows), dtype=x.dtype, device=x.device)
+        if pairs == 0:
+            return out.zero_()
+        tile = choose_expert_tile(num_rows, pairs, self.num_experts)
+        lists = group_rows(expert_ids, self.num_experts, tile.columns, slots)
+        hidden = torch.empty((pairs, sum(w.rows for w in self.gate_up)), dtype=torch.float32, device=x.device)
+        start = 0
+        for weight, segments in zip(self.gate_up, self.segments, strict=False):
+            part = hidden[:, start : start + weight.rows]
+            launch(weight, segments, self.locks, prepare_rows(x, weight), num_rows, part, tile, lists)
+            start += weight.rows
+        activated = gated(hidden, limit, gelu=False, dtype=x.dtype)
+        results = torch.empty((pairs, self.down.rows), dtype=torch.float32, device=x.device)
+        rows = prepare_rows(activated, self.down)
+        launch(self.down, self.segments[-1], self.locks, rows, pairs, results, tile, replace(lists, divisor=1))
+        combine_kernel[(num_rows, cdiv(self.down.rows, 1024))](
+            results, weights, out, self.down.rows, SLOTS=slots, BLOCK=1024, num_warps=4, **NO_FUSION
+        )
+        return out
