@@ -16,6 +16,7 @@ from slimserve.engine.loop import Engine
 from slimserve.engine.request import FinishReason, Request, SamplingParams
 from slimserve.engine.step import RequestOutput, Row, StepPlan
 from slimserve.errors import RefusalError, RequestError, RunError
+from slimserve.measure.overhead import measure_overhead
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -265,3 +266,8 @@ def test_inputs_are_persistent_and_hold_no_leftovers() -> None:
     assert len(set(pointers)) == 1
     with pytest.raises(ValueError, match="exceeds the buffers"):
         buffers.fill(StepPlan((Row(request, sequence, 0, tuple(range(700))),)), cache)
+
+
+def test_the_overhead_of_a_step_can_be_measured() -> None:
+    found = measure_overhead(3, 50, num_steps=5)
+    assert found.plan > 0 and found.run > 0 and found.commit > 0

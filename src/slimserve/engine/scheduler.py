@@ -75,6 +75,10 @@ class Scheduler:
         """Whether a step would do anything."""
         return bool(self._waiting or self._running or self._ended)
 
+    def jobs(self) -> list[Job]:
+        """Records of all requests that have not ended."""
+        return list(self._jobs.values())
+
     def submit(self, request: Request) -> None:
         """Queue a request; raises RequestError where it can never run (400), or not now (429)."""
         try:
