@@ -253,6 +253,9 @@ def test_abort_is_idempotent_at_every_stage() -> None:
     assert all(usage.num_held == 0 for usage in bench.cache.usage())
     bench.submit("running", 5)
     assert bench.plan() == {"running": 5}
+    bench.scheduler.abort("running")
+    with pytest.raises(RequestError, match="in use"):
+        bench.submit("running", 5)  # its end has not been delivered
 
 
 def test_tokens_after_an_end_are_dropped() -> None:

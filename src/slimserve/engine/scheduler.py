@@ -98,7 +98,8 @@ class Scheduler:
 
     def _check(self, request: Request) -> None:
         prompt, most = len(request.prompt_token_ids), request.max_tokens
-        if request.request_id in self._jobs:
+        # An end that is not delivered yet would be taken for the end of a new request of the same id.
+        if request.request_id in self._jobs or any(end.request_id == request.request_id for end in self._ended):
             raise RequestError(
                 f"request id {request.request_id!r} is in use; choose another", code="duplicate_request_id"
             )
