@@ -345,6 +345,75 @@ def test_an_ad_hoc_profile_comes_from_the_files_own_metadata() -> None:
         resolve(model="/no/such/file.gguf", hardware=LAPTOP)
 
 
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Paths of all scalars of a parsed document."""
+    if isinstance(value, dict):
+        return [leaf for key, inner in value.items() for leaf in leaves(inner, (*path, key))]
+    if isinstance(value, list):
+        return [leaf for index, inner in enumerate(value) for leaf in leaves(inner, (*path, index))]
+    return [path]
+
+
+def changed(value: Any) -> list[Any]:
+    """Other values of the same type."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 64, max(value - 1, 0)]
+    if isinstance(value, float):
+        return [value * 0.5 + 0.01]
+    return [f"{value}x", "BF16" if value != "BF16" else "F32"]
+
+
+# What a record says to a transfer, a qualification or a kernel's choice, and not to `show`.
+ELSEWHERE = ("places", "notices", "qualify", "scales")
+
+
+@pytest.mark.parametrize("name", ["gemma3-270m", "qwen38-nvfp4-1", "glm53f-q2-1", "qwen38fn-offload-2"])
+def test_every_field_of_a_record_is_used_or_refused(name: str) -> None:
+    """Changing any value of a record changes what is shown, planned or run, or is refused by name."""
+    document = tomllib.loads((CATALOG_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
+    path = Path(f"{name}.toml")
+
+    def seen(values: dict[str, Any]) -> str:
+        record = parse_record(values, path)
+        shown = [show_json(resolve_record(record, hardware=LAPTOP, platform=p.name)) for p in record.platforms]
+        return json.dumps([shown, describe_record(record).weight_bytes, [str(s) for s in record.model.files]])
+
+    before = seen(document)
+    idle = []
+    for leaf in leaves(document):
+        if any(step in ELSEWHERE for step in leaf) or leaf[:2] == ("model", "config"):
+            continue
+        for value in changed(_at(document, leaf)):
+            other = copy.deepcopy(document)
+            _at(other, leaf[:-1])[leaf[-1]] = value
+            try:
+                if seen(other) != before:
+                    break
+            except SlimServeError:
+                break
+        else:
+            idle.append(leaf)
+    assert idle == []
+
+
+def _at(document: Any, path: tuple[Any, ...]) -> Any:
+    for step in path:
+        document = document[step]
+    return document
+
+
+def test_every_field_of_a_qualification_is_asked_for() -> None:
+    from dataclasses import fields
+
+    from slimserve.profiles.record import QualifyRecord
+
+    root = Path(evidence_module.__file__).parent.parent / "measure"
+    code = (root / "gates.py").read_text(encoding="utf-8") + (root / "qualify.py").read_text(encoding="utf-8")
+    assert [field.name for field in fields(QualifyRecord) if f".{field.name}" not in code] == []
+
+
 # --- evidence ---
 
 

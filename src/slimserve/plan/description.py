@@ -169,14 +169,20 @@ def describe_config(
     """
     architecture = find_hf(config)
     parsed = architecture.from_hf(config, dict.fromkeys(present, ()))
-    weights = []
+    weights, used = [], set()
     for spec in parsed.parameters():
-        rule = next((rule for rule in rules if rule.applies(spec)), None)
         if spec.keep is torch.float32:
             rule = FormatRule("*", "F32")
-        if rule is None:
-            raise UsageError(f"{name}: no format rule fits parameter {spec.name}")
+        else:
+            found = next((rule for rule in rules if rule.applies(spec)), None)
+            if found is None:
+                raise UsageError(f"{name}: no format rule fits parameter {spec.name}")
+            used.add(found)
+            rule = found
         weights.append(_weight(parsed, spec, rule.format, parameter_bytes(rule, spec)))
+    idle = [rule.match for rule in rules if rule not in used]
+    if idle:
+        raise UsageError(f"{name}: the format rule for {idle[0]!r} fits no parameter that an earlier rule left over")
     return _from_config(name, architecture.name, "catalog: config and format map", parsed, weights)
 
 

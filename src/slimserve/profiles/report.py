@@ -172,6 +172,11 @@ def show_json(profile: ResolvedProfile) -> dict[str, Any]:
         "settings_hash": profile.config_hash,
         "invalidated_by": list(profile.invalidated),
         "missing": list(profile.refusals()),
+        "summary": "" if record is None else record.summary,
+        "licence": "" if record is None else record.model.licence,
+        "size": "" if record is None else record.model.size,
+        "quantization": "" if record is None else record.model.quantization,
+        "recorded_bytes_per_token": {} if record is None else dict(record.model.active_bytes),
         "architecture": profile.description.architecture,
         "weight_bytes": profile.description.weight_bytes,
         "max_context": profile.description.max_context,
@@ -209,7 +214,9 @@ def _file_json(source: fetch.FileSource) -> dict[str, Any]:
         "name": source.name,
         "bytes": source.num_bytes,
         "sha256": source.sha256,
+        "path": source.relative,
         "places": [place.describe() for place in source.places],
+        "notices": [notice.name for notice in source.notices],
     }
 
 
@@ -236,7 +243,11 @@ def show_lines(profile: ResolvedProfile) -> list[str]:
         f"{data['max_context']}, {'chat' if data['chat'] else 'completion only: no chat template'}",
     ]
     if profile.record is not None:
-        lines.append(f"  licence     {profile.record.model.licence}")
+        lines.append(f"  weights     {data['size']} parameters, {data['quantization'] or 'as shipped'}")
+        lines.append(f"  licence     {data['licence']}; {data['summary']}")
+    if data["recorded_bytes_per_token"]:
+        recorded = ", ".join(f"{name} {size / 1e9:g} GB" for name, size in data["recorded_bytes_per_token"].items())
+        lines.append(f"  per token   {recorded} (recorded)")
     if data["reasoning_parser"] or data["tool_parser"]:
         lines.append(f"  parsers     reasoning {data['reasoning_parser'] or '-'}, tools {data['tool_parser'] or '-'}")
     if data["sampling"]:
@@ -253,6 +264,7 @@ def show_lines(profile: ResolvedProfile) -> list[str]:
         lines.append(f"  {entry['stage']:11} {entry['name']} ({entry['machine']})")
         lines += [f"              {figure}" for figure in entry["figures"]]
         lines += [f"              missing: {clause}" for clause in entry["missing"]]
+        lines += [f"              {note}" for note in entry["notes"]]
     return lines
 
 

@@ -258,11 +258,19 @@ def resolve_record(
 def describe_record(record: ProfileRecord) -> Description:
     """The model of a record before any download; a verified file on this machine is not needed."""
     model = record.model
-    if model.config and model.formats:
-        return describe_config(record.name, model.config, model.formats, model.present)
-    if model.config:
-        return describe_geometry(record.name, model.config, model.weights, model.present)
-    return describe_recorded(record.name, model.architecture, model.weights, model.caches, model.max_context)
+    if not model.config:
+        return describe_recorded(record.name, model.architecture, model.weights, model.caches, model.max_context)
+    if model.formats:
+        description = describe_config(record.name, model.config, model.formats, model.present)
+    else:
+        description = describe_geometry(record.name, model.config, model.weights, model.present)
+    stated = (model.architecture or description.architecture, model.max_context)
+    if stated != (description.architecture, description.max_context):
+        raise UsageError(
+            f"{record.name}: architecture and max_context are {stated[0]} and {stated[1]}, but config says "
+            f"{description.architecture} and {description.max_context}"
+        )
+    return description
 
 
 def pick_platform(record: ProfileRecord, machine: Hardware, device: str | None = None) -> PlatformRecord | None:
