@@ -297,10 +297,29 @@ class CacheManager:
             sequence.path[-1].pins -= 1
             self._index.prune(sequence.path[-1])
 
-    def fill(self, sequence: CacheSequence, hosts: Sequence[HostGroupInput], row: int, token: int, q_len: int) -> None:
-        """Write a row of the step that computes the next q_len tokens of the sequence into every group's input."""
-        for group, state, host in zip(self.groups, sequence.states, hosts, strict=True):
-            group.fill(state, host, row, token, sequence.committed, q_len)
+    def trim(self, sequence: CacheSequence, end: int) -> None:
+        """Give up what is reserved for positions at or past `end` (drafts that were not proposed)."""
+        for group, state in zip(self.groups, sequence.states, strict=True):
+            group.rollback(state, max(end, sequence.target) if group.chained else end)
+        sequence.reserved = end
+
+    def fill(
+        self,
+        sequence: CacheSequence,
+        hosts: Sequence[HostGroupInput],
+        row: int,
+        token: int,
+        start: int,
+        q_len: int,
+        *,
+        first_group: int = 0,
+    ) -> None:
+        """Write a row of positions start .. start + q_len - 1 into the inputs of groups first_group and following.
+
+        A step's own rows start at the committed length; a drafter may write its entries later than the step did.
+        """
+        for number, host in enumerate(hosts, start=first_group):
+            self.groups[number].fill(sequence.states[number], host, row, token, start, q_len)
 
     # Books.
 

@@ -7,12 +7,14 @@ group, so that their addresses never change (graphs can replay them).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from slimserve.cache.contract import HostGroupInput, IntArray
-from slimserve.cache.manager import CacheManager
+from slimserve.cache.manager import CacheManager, CacheSequence
 from slimserve.engine.step import StepPlan
 from slimserve.layers.contract import BLOCK_TOKENS, NOT_USED, NULL_PAGE, GroupInput, StepInput
 from slimserve.models.contract import CacheKind, CacheSpec
@@ -35,13 +37,59 @@ class _Buffer:
         return self._device[index]
 
 
+class RowLike(Protocol):
+    """What a row's place in the input follows from: a step's Row, or a drafter's InputRow."""
+
+    @property
+    def sequence(self) -> CacheSequence:
+        """Whose pages and slots."""
+        ...
+
+    @property
+    def start_position(self) -> int:
+        """Absolute position of its first token."""
+        ...
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Its tokens, at least one."""
+        ...
+
+    @property
+    def num_logits(self) -> int:
+        """Trailing tokens whose hidden states are wanted."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class InputRow:
+    """A row of a drafter's own forward."""
+
+    sequence: CacheSequence
+    start_position: int
+    token_ids: Sequence[int]
+    num_logits: int = 1
+
+
 class InputBuffers:
-    """Buffers for steps of at most max_rows rows and max_tokens tokens."""
+    """Buffers for steps of at most max_rows rows and max_tokens tokens.
+
+    `specs` are the cache groups first_group, first_group + 1, ... of the manager; the groups before them are not
+    filled (a drafter's layers read no cache of the trunk).
+    """
 
     def __init__(
-        self, specs: Sequence[CacheSpec], max_rows: int, max_tokens: int, max_context: int, device: torch.device
+        self,
+        specs: Sequence[CacheSpec],
+        max_rows: int,
+        max_tokens: int,
+        max_context: int,
+        device: torch.device,
+        *,
+        first_group: int = 0,
     ) -> None:
         self.max_rows, self.max_tokens = max_rows, max_tokens
+        self._first_group = first_group
         max_blocks = -(-max_context // BLOCK_TOKENS)
         self._token_ids = _Buffer((max_tokens,), torch.int32, device)
         self._positions = _Buffer((max_tokens,), torch.int64, device)
@@ -70,20 +118,24 @@ class InputBuffers:
 
     def fill(self, plan: StepPlan, cache: CacheManager) -> StepInput:
         """The device view of a plan; valid until the next call."""
-        num_rows, num_tokens = len(plan.rows), plan.num_tokens
+        return self.fill_rows(plan.rows, cache)
+
+    def fill_rows(self, rows: Sequence[RowLike], cache: CacheManager) -> StepInput:
+        """The device view of rows; valid until the next call."""
+        num_rows, num_tokens = len(rows), sum(len(row.token_ids) for row in rows)
         if num_rows > self.max_rows or num_tokens > self.max_tokens:
             raise ValueError(
                 f"a step of {num_rows} rows and {num_tokens} tokens exceeds the buffers for {self.max_rows} rows and "
                 f"{self.max_tokens} tokens"
             )
-        crossings = max(1, *(_crossings(row.start_position, row.q_len) for row in plan.rows))
+        crossings = max(1, *(_crossings(row.start_position, len(row.token_ids)) for row in rows))
         for (_, _, _, state_out, _), host in zip(self._groups, self._hosts, strict=True):
             if state_out.array.size:
                 host.state_out = state_out.array[: num_rows * crossings].reshape(num_rows, crossings)
                 host.state_out[:] = NULL_PAGE
         token = num_logits = max_q_len = max_context = 0
-        for r, row in enumerate(plan.rows):
-            start, q_len = row.start_position, row.q_len
+        for r, row in enumerate(rows):
+            start, q_len = row.start_position, len(row.token_ids)
             end = token + q_len
             self._token_ids.array[token:end] = row.token_ids
             self._positions.array[token:end] = self._arange[start : start + q_len]
@@ -94,7 +146,7 @@ class InputBuffers:
                     end - row.num_logits : end
                 ]
                 num_logits += row.num_logits
-            cache.fill(row.sequence, self._hosts, r, token, q_len)
+            cache.fill(row.sequence, self._hosts, r, token, start, q_len, first_group=self._first_group)
             max_q_len, max_context = max(max_q_len, q_len), max(max_context, start + q_len)
             token = end
         return StepInput(
@@ -103,7 +155,10 @@ class InputBuffers:
             row_offsets=self._row_offsets.view(num_rows + 1),
             start_positions=self._start_positions.view(num_rows),
             logit_indices=self._logit_indices.view(num_logits),
-            groups=tuple(self._group_input(g, num_rows, num_tokens, crossings) for g in range(len(self._specs))),
+            groups=(
+                *(GroupInput() for _ in range(self._first_group)),
+                *(self._group_input(g, num_rows, num_tokens, crossings) for g in range(len(self._specs))),
+            ),
             num_rows=num_rows,
             num_tokens=num_tokens,
             max_q_len=max_q_len,
