@@ -9,10 +9,13 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 from transformers.models.glm5_next import modeling_glm5_next as glm
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
 EPS = 2.0**-16
+INDEXED = "indexed_attention" if "indexed_attention" in ALLOWED_LAYER_TYPES else "deepseek_sparse_attention"
+"""What this version of transformers calls a sparse layer."""
 
 QWEN: dict[str, Any] = {
     "vocab_size": 256,
@@ -60,7 +63,7 @@ GLM: dict[str, Any] = {
     "linear_num_heads": 2,
     "hc_mult": 4,
     "mlp_layer_types": ["dense"] + ["sparse"] * 7,
-    "layer_types": (["linear_attention"] * 3 + ["indexed_attention"]) * 2,
+    "layer_types": (["linear_attention"] * 3 + [INDEXED]) * 2,
     "indexer_types": ["full"] * 8,
     "max_position_embeddings": 4096,
     "rms_norm_eps": EPS,

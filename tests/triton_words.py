@@ -16,11 +16,11 @@ def words_kernel(out_ptr, noise_ptr, token_ptr, low, high, purpose, seed_low, se
     zero = token * 0
     word = philox_word(
         token,
-        zero + low.to(tl.uint32),
-        zero + high.to(tl.uint32),
-        zero + purpose.to(tl.uint32),
-        zero + seed_low.to(tl.uint32),
-        zero + seed_high.to(tl.uint32),
+        zero + tl.cast(low, tl.uint32),
+        zero + tl.cast(high, tl.uint32),
+        zero + tl.cast(purpose, tl.uint32),
+        zero + tl.cast(seed_low, tl.uint32),
+        zero + tl.cast(seed_high, tl.uint32),
     )
     tl.store(out_ptr + at, word.to(tl.int64))
     tl.store(noise_ptr + at, gumbel_noise(word, 1.0 / 64.0))

@@ -126,7 +126,7 @@ def _zeros(BN: tl.constexpr, BM: tl.constexpr, SWAP: tl.constexpr):
     return empty
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_x", "segment_steps", "num_steps", "num_segments", "row_divisor"])
 def linear_kernel(
     x_ptr, sums_ptr, c0_ptr, c1_ptr, words_ptr, table_ptr, row_scale_ptr, block_scale_ptr, out_ptr, work_ptr, lock_ptr,
     tile_group_ptr, tile_first_ptr, tile_count_ptr, row_ids_ptr,
@@ -135,7 +135,7 @@ def linear_kernel(
     CODE: tl.constexpr, SCALE: tl.constexpr, KD: tl.constexpr, STEP: tl.constexpr, BIAS: tl.constexpr,
     WORDS: tl.constexpr, GRID_ROW: tl.constexpr, GRID_HIGH: tl.constexpr, GRID_DELTA: tl.constexpr,
     W_PARTS: tl.constexpr, X_PARTS: tl.constexpr, OFFSETS: tl.constexpr, ROW_SCALE: tl.constexpr,
-    BLOCK_SCALE: tl.constexpr, TAIL: tl.constexpr, SPLIT: tl.constexpr, GROUPED: tl.constexpr,
+    BLOCK_SCALE: tl.constexpr, CHAIN: tl.constexpr, TAIL: tl.constexpr, SPLIT: tl.constexpr, GROUPED: tl.constexpr,
     SWAP: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -163,9 +163,8 @@ def linear_kernel(
         live_m = m < num_x
         out_row = m
     DOTS: tl.constexpr = STEP // KD
-    CHAIN: tl.constexpr = (SCALE == SCALE_NONE) or (SCALE == SCALE_E4M3)  # noqa: SIM109
     k = tl.arange(0, KD)
-    x_row = across_rows(m.to(tl.int64) * x_width, SWAP)
+    x_tile_ptr = x_ptr + across_rows(m.to(tl.int64) * x_width, SWAP) + along_rows(k, SWAP)
     live_tile = across_rows(live_m, SWAP)
     total = _zeros(BN, BM, SWAP)
     first_segment = 0
@@ -179,6 +178,7 @@ def linear_kernel(
         last_step = tl.minimum(first_step + segment_steps, num_steps)
         for step in tl.range(first_step, last_step, num_stages=STAGES):
             part = _zeros(BN, BM, SWAP)
+            x_step_ptr = x_tile_ptr + step * STEP
             for j in tl.static_range(DOTS):
                 w = decode_tile(
                     c0_ptr, c1_ptr, words_ptr, table_ptr, step, j, n, rows, width,
@@ -192,19 +192,18 @@ def linear_kernel(
                     dot = _zeros(BN, BM, SWAP)
                 for p in tl.static_range(X_PARTS):
                     # Planes of x stand smallest part first.
-                    at = step * STEP + j * KD + k
                     mask = live_tile
                     if TAIL:
-                        mask = mask & along_rows(at < width, SWAP)
-                    plane = tl.cast(p, tl.int64) * num_x * x_width
-                    x = tl.load(x_ptr + plane + x_row + along_rows(at, SWAP), mask=mask, other=0.0)
+                        mask = mask & along_rows(step * STEP + j * KD + k < width, SWAP)
+                    plane_ptr = x_step_ptr + tl.cast(p, tl.int64) * num_x * x_width
+                    x = tl.load(plane_ptr + j * KD, mask=mask, other=0.0)
                     dot = _dot_parts(w, x, dot, W_PARTS, SWAP, UPCAST)
                 if CHAIN and not BLOCK_SCALE:
                     acc = dot
                 elif BLOCK_SCALE:
                     part = dot
                 else:
-                    scale, offset = group_scale(words_ptr, step, j, n, rows, SCALE, WORDS, BIAS)
+                    scale, offset = group_scale(words_ptr, step, j, n, rows, SCALE, WORDS, BIAS, ASM)
                     acc = tl.fma(dot, tl.broadcast_to(along_rows(scale, SWAP), dot.shape), acc)
                     if OFFSETS:
                         sums = tl.load(sums_ptr + (step * DOTS + j) * num_x + m, mask=live_m, other=0.0)
@@ -244,7 +243,7 @@ def linear_kernel(
     tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=live_tile & along_rows(live_n, SWAP))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_ids", "num_steps"])
 def embedding_kernel(
     ids_ptr, c0_ptr, c1_ptr, words_ptr, table_ptr, row_scale_ptr, block_scale_ptr, out_ptr,
     num_ids, rows, width, num_steps,
@@ -265,7 +264,7 @@ def embedding_kernel(
             CODE, KD, STEP, BIAS, SCALE, WORDS, GRID_ROW, GRID_HIGH, GRID_DELTA, False, ASM,
         ).to(tl.float32)  # fmt: skip
         if (SCALE != SCALE_NONE) and (SCALE != SCALE_E4M3):
-            scale, offset = group_scale(words_ptr, step, j, n, rows, SCALE, WORDS, BIAS)
+            scale, offset = group_scale(words_ptr, step, j, n, rows, SCALE, WORDS, BIAS, ASM)
             value = value * scale[:, None]
             if OFFSETS:
                 value = value + offset[:, None]
@@ -295,7 +294,7 @@ def combine_kernel(
     tl.store(out_ptr + row * width + at, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_x"])
 def split_rows_kernel(
     x_ptr, planes_ptr, sums_ptr, num_x, width, padded, stride_x,
     PARTS: tl.constexpr, SUMS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
@@ -310,7 +309,7 @@ def split_rows_kernel(
         group = tl.program_id(1) * groups + tl.arange(0, groups)
         tl.store(sums_ptr + group.to(tl.int64) * num_x + row, sums, mask=group * GROUP < padded)
     if PARTS > 1:
-        size = num_x.to(tl.int64) * padded
+        size = tl.cast(num_x, tl.int64) * padded
         rest = x
         for p in tl.static_range(PARTS):
             piece = rest.to(tl.bfloat16)
