@@ -173,7 +173,7 @@ def test_on_equals_off_bit_for_bit(loaded: LoadedModel, num_requests: int) -> No
         assert stats.num_drafted > 0
         # The random hybrid's replies do not repeat themselves: there the drafts prove that wrong ones do no harm.
         assert stats.num_accepted > 0 or loaded.model.config.architecture == "qwen3_5"
-        assert not engine.scheduler._drafter._histories, "ended requests are kept"  # type: ignore[union-attr]
+        assert not engine.scheduler._drafting._drafter._histories, "ended requests are kept"  # type: ignore[union-attr]
 
 
 def test_a_request_may_opt_out(loaded: LoadedModel) -> None:

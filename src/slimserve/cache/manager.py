@@ -222,6 +222,20 @@ class CacheManager:
         sequence.reserved = end
         return True
 
+    def extend(self, sequence: CacheSequence, num_drafts: int) -> bool:
+        """Make room for drafts behind what is reserved. False leaves the reservation as it was."""
+        start, certain = sequence.committed, sequence.reserved
+        end = certain + num_drafts
+        if start % BLOCK_TOKENS and end // BLOCK_TOKENS == start // BLOCK_TOKENS:
+            sequence.reserved = end
+            return True
+        self.rollback(sequence)
+        if self.reserve(sequence, end, num_drafts):
+            return True
+        kept = self.reserve(sequence, certain)
+        assert kept, "what was given back a moment ago is gone"
+        return False
+
     def commit(self, sequence: CacheSequence, token_ids: Sequence[int]) -> None:
         """The next tokens of the sequence are computed and final; what was reserved behind them is rolled back."""
         assert not sequence.released, "committing to a released sequence"

@@ -19,6 +19,7 @@ from slimserve.engine.job import Job, SchedulerCounters, tokens_of
 from slimserve.engine.request import FinishReason, Request, RequestState, TokenLogprob
 from slimserve.engine.speculate.contract import Drafter
 from slimserve.engine.speculate.control import SpeculationControl
+from slimserve.engine.speculate.planner import DraftPlanner
 from slimserve.engine.step import RequestOutput, Row, RowResult, StepPlan, StepResult
 from slimserve.errors import RequestError
 from slimserve.layers.contract import BLOCK_TOKENS
@@ -48,8 +49,9 @@ class Scheduler:
         self._config = config
         self._cache = cache
         self._end_token_ids = end_token_ids
-        self._drafter = drafter
-        self._control = control or SpeculationControl(0)
+        self._drafting = None
+        if drafter is not None:
+            self._drafting = DraftPlanner(cache, drafter, control or SpeculationControl(0))
         self._clock = clock
         self._jobs: dict[str, Job] = {}
         self._timed: dict[str, Job] = {}
@@ -151,10 +153,11 @@ class Scheduler:
         """The rows of the next step; none only where nothing waits or runs."""
         self._expire()
         rows: dict[int, Row] = {}
-        decoding = [job for job in self._running if job.num_pending == 1]
-        for job, draft in zip(decoding, self._drafts(decoding), strict=True):
+        for job in [job for job in self._running if job.num_pending == 1]:
             if job.sequence is not None:
-                self._plan_decode(job, draft, rows)
+                self._plan_decode(job, rows)
+        if self._drafting is not None:
+            self._drafting.extend(rows)
         budget = self._config.token_budget - sum(row.q_len for row in rows.values())
         if rows:
             budget = min(budget, self._config.mixed_prefill_budget)
@@ -166,33 +169,12 @@ class Scheduler:
             job.in_flight = job.serial in rows
         return StepPlan(tuple(rows.values()))
 
-    def _plan_decode(self, job: Job, draft: tuple[int, ...], rows: dict[int, Row]) -> None:
-        request, sequence = job.request, job.sequence
-        assert sequence is not None
-        last = (request.output_token_ids or request.prompt_token_ids)[-1]
-        end = request.num_tokens + len(draft)
-        if draft and not self._cache.reserve(sequence, end, len(draft)):
-            draft, end = (), request.num_tokens
-        if draft or self._reserve(job, end, rows):
-            rows[job.serial] = Row(request, sequence, request.num_computed, (last, *draft), draft, 1 + len(draft))
-
-    def _drafts(self, decoding: Sequence[Job]) -> list[tuple[int, ...]]:
-        """What each decoding request may try beyond its next token."""
-        drafts: list[tuple[int, ...]] = [()] * len(decoding)
-        limit = self._control.draft_length(len(decoding)) if self._drafter is not None and decoding else 0
-        if self._drafter is None or not limit:
-            return drafts
-        places, requests, limits = [], [], []
-        for place, job in enumerate(decoding):
-            request = job.request
-            left = request.max_tokens - len(request.output_token_ids) - 1
-            if request.speculate and request.output_token_ids and left > 0:
-                places.append(place)
-                requests.append(request)
-                limits.append(min(limit, left))
-        for place, draft in zip(places, self._drafter.propose(requests, limits), strict=True):
-            drafts[place] = draft
-        return drafts
+    def _plan_decode(self, job: Job, rows: dict[int, Row]) -> None:
+        request = job.request
+        if self._reserve(job, request.num_tokens, rows):
+            assert job.sequence is not None
+            last = (request.output_token_ids or request.prompt_token_ids)[-1]
+            rows[job.serial] = Row(request, job.sequence, request.num_computed, (last,))
 
     def _plan_prefill(self, rows: dict[int, Row], budget: int) -> None:
         begun = [job for job in self._running if job.num_pending > 1 and job.serial not in rows]
@@ -444,8 +426,8 @@ class Scheduler:
         self.counters.finished[reason.value] += 1
         del self._jobs[request.request_id]
         self._timed.pop(request.request_id, None)
-        if self._drafter is not None:
-            self._drafter.release(request.request_id)
+        if self._drafting is not None:
+            self._drafting.release(request.request_id)
         (self._waiting if job.sequence is None else self._running).remove(job)
         if job.sequence is not None and not job.in_flight:
             (self._cache.discard if discard else self._cache.release)(job.sequence)
