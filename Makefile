@@ -33,9 +33,11 @@ lint: install-test
 	$(BIN)/ruff check src tests
 	$(BIN)/mypy
 
-# On a machine with a CUDA device whose python already has torch and triton.
+# On a machine with a CUDA device whose python already has torch and triton; only the files that hold such tests are
+# collected, so that what other tests import need not be there. PYTEST_ARGS="-n 12" compiles kernels in parallel.
+GPU_TESTS ?= $(shell grep -l "mark.gpu\|triton_marks" tests/test_*.py)
 gpu-test:
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -q tests
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -q $(PYTEST_ARGS) $(GPU_TESTS)
 
 bench: install
 	$(BIN)/slimserve bench floor qwen25-coder-0.5b

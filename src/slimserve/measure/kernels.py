@@ -1,0 +1,281 @@
+"""Speed of the device kernels against the measured copy bandwidth, with every timed output checked.
+
+    python -m slimserve.measure.kernels [--formats Q4_K,NVFP4] [--rows 1,4,16,64] [--sweep] [--out FILE]
+
+Weights are random bytes in the layout of their format (synthetic), enough copies to exceed the second-level cache
+several times; calls are captured in a CUDA graph that walks the copies, so that launch time of the host does not
+count. A figure is the median over replays; the rate counts the bytes of the weights' file form.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from slimserve.errors import RefusalError
+from slimserve.ops import NumericsConfig, Op
+from slimserve.ops.registry import architecture, entries
+from slimserve.ops.resolver import Case, resolve
+from slimserve.quant.formats import find_format, is_plain
+from slimserve.quant.tensor import BlockFormat, PackedTensor
+
+SHAPES: dict[str, tuple[int, int]] = {
+    "27B gate": (17408, 5120),
+    "27B down": (5120, 17408),
+    "27B qkv": (10240, 5120),
+    "27B head": (248320, 5120),
+    "4B gate": (9216, 2560),
+    "4B down": (2560, 9216),
+    "expert": (2048, 4096),
+}
+"""Weight shapes [N, K] of Qwen3.8-27B, Qwen3.5-4B and one GLM-5.3-Flash expert."""
+
+FORMATS = ("NVFP4", "F8_E4M3", "Q8_0", "Q4_K", "Q6_K", "Q2_K", "IQ2_XXS", "BF16")
+ROWS = (1, 4, 16, 64)
+ROTATED_BYTES = 400 << 20
+REPLAYS = 15
+EXPERTS, SLOTS = 288, 8
+_HALF_SCALES = {"Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82), "IQ2_XXS": (0,), "Q4_0": (0,)}
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measurement: median and spread in microseconds, weight bytes per second and share of copy bandwidth."""
+
+    what: str
+    format: str
+    rows: int
+    variant: str
+    microseconds: float
+    spread: float
+    gigabytes_per_second: float
+    share_of_copy: float
+    error: float
+
+
+def time_graph(calls: Sequence[Callable[[], object]], replays: int = REPLAYS) -> tuple[float, float]:
+    """Median and range of seconds per call, from replays of one graph that makes every call once."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls[:2]:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times: list[float] = []
+    for replay in range(replays + 2):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if replay >= 2:
+            times.append(begin.elapsed_time(end) / 1e3 / len(calls))
+    return statistics.median(times), max(times) - min(times)
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second, read plus written, of a large device-to-device copy."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=device).random_(0, 255)
+    target = torch.empty_like(source)
+    seconds, _ = time_graph([lambda: target.copy_(source)] * 4)
+    return 2 * source.numel() / seconds
+
+
+def random_packed(name: str, shape: tuple[int, ...], device: torch.device) -> PackedTensor:
+    """Random weights of a format, made on the device; scales are ordinary numbers."""
+    fmt = find_format(name)
+    if fmt is None:
+        raise RefusalError(f"{name} is not a known storage format.")
+    if name == "F8_E4M3":
+        data = torch.randn(shape, device=device, dtype=torch.bfloat16).to(torch.float8_e4m3fn)
+        return PackedTensor(fmt, shape, data, name, {"weight_scale": torch.rand(*shape[:-1], 1, device=device) + 0.5})
+    if is_plain(fmt):
+        return PackedTensor(fmt, shape, torch.randn(shape, device=device, dtype=torch.bfloat16), name)
+    data = torch.randint(0, 256, (*shape[:-1], fmt.row_bytes(shape[-1])), dtype=torch.uint8, device=device)
+    _ordinary_scales(data.view(-1, fmt.block_bytes), fmt)
+    return PackedTensor(fmt, shape, data, name)
+
+
+def _ordinary_scales(blocks: torch.Tensor, fmt: BlockFormat) -> None:
+    for offset in _HALF_SCALES.get(fmt.name, ()):
+        halves = (torch.rand(blocks.shape[0], 1, device=blocks.device) * 0.02 + 0.01).half()
+        blocks[:, offset : offset + 2] = halves.view(torch.uint8)
+    if fmt.name == "NVFP4":
+        blocks[:, 0:4] = blocks[:, 0:4] % 64
+
+
+def _relative_error(got: torch.Tensor, x: torch.Tensor, packed: PackedTensor, rows: int = 512) -> float:
+    from slimserve.ops.reference.packed_rows import slice_rows
+
+    decoded = slice_rows(packed, 0, min(rows, packed.shape[0])).dequantize().to(x.device).double()
+    expected = x.double() @ decoded.T
+    return float((got[:, : decoded.shape[0]].double() - expected).norm() / expected.norm())
+
+
+def measure_linear(what: str, name: str, rows: Sequence[int], bandwidth: float, sweep: bool) -> list[Figure]:
+    """All row counts of one weight shape and format."""
+    device, shape = torch.device("cuda"), SHAPES[what]
+    packed = random_packed(name, shape, device)
+    case = Case(Op.LINEAR, device, architecture(device), name, dtype=torch.bfloat16, shape=shape)
+    choice = resolve(case, entries("cuda"))
+    copies = max(2, -(-ROTATED_BYTES // packed.num_bytes))
+    numerics = NumericsConfig(activation_dtype=torch.bfloat16)
+    served = [choice.entry.implementation(packed, device, numerics) for _ in range(copies)]
+    found: list[Figure] = []
+    for count in rows:
+        x = torch.randn(count, shape[1], device=device).bfloat16()
+        for variant, runs in _variants(served, x, sweep).items():
+            out = torch.full((count, shape[0]), torch.nan, dtype=torch.bfloat16, device=device)
+            seconds, spread = time_graph([lambda run=run, out=out, x=x: run(x, out) for run in runs])  # type: ignore[misc]
+            rate = packed.num_bytes / seconds
+            found.append(
+                Figure(
+                    f"{what} {shape[0]}x{shape[1]}",
+                    name,
+                    count,
+                    variant,
+                    round(seconds * 1e6, 2),
+                    round(spread * 1e6, 2),
+                    round(rate / 1e9, 1),
+                    round(rate / bandwidth, 3),
+                    _relative_error(out, x, packed),
+                )
+            )
+    return found
+
+
+def _variants(served: Sequence[object], x: torch.Tensor, sweep: bool) -> dict[str, list[Callable[..., None]]]:
+    """The product as it is served and, with `sweep`, on every other tile shape."""
+    variants: dict[str, list[Callable[..., None]]] = {"served": list(served)}  # type: ignore[arg-type]
+    if sweep:
+        from slimserve.ops.triton import linear
+
+        for tile in linear.SWEEP:
+            if x.shape[0] <= 8 * tile.columns <= 16 * max(4, x.shape[0]):
+                variants[str(tile)] = [
+                    lambda x, out, weight=weight, tile=tile: weight.run(x, out, tile)  # type: ignore[attr-defined]
+                    for weight in served
+                ]
+    return variants
+
+
+def measure_experts(gate: str, down: str, rows: Sequence[int], bandwidth: float) -> list[Figure]:
+    """Gate, up and down of GLM-5.3-Flash's routed experts, 8 of 288 drawn at random for every row."""
+    device, (inner, width) = torch.device("cuda"), SHAPES["expert"]
+    case = Case(Op.EXPERTS, device, architecture(device), f"{gate}+{down}", dtype=torch.bfloat16)
+    choice = resolve(case, entries("cuda"))
+    packed = [random_packed(gate, (EXPERTS, inner, width), device) for _ in range(2)]
+    packed_down = random_packed(down, (EXPERTS, width, inner), device)
+    served = choice.entry.implementation(tuple(packed), packed_down, device, NumericsConfig(torch.bfloat16))
+    per_expert = (sum(part.num_bytes for part in packed) + packed_down.num_bytes) / EXPERTS
+    found: list[Figure] = []
+    for count in rows:
+        x = (torch.randn(count, width, device=device) * 0.01).bfloat16()
+        draws = [torch.rand(count, EXPERTS, device=device).topk(SLOTS, dim=1).indices for _ in range(8)]
+        weights = torch.rand(count, SLOTS, device=device)
+        outs: dict[int, torch.Tensor] = {}
+
+        def run(index: int, x: torch.Tensor = x, draws: list[torch.Tensor] = draws, weights: torch.Tensor = weights,
+                outs: dict[int, torch.Tensor] = outs) -> None:  # fmt: skip
+            outs[index] = served(x, draws[index], weights, 10.0)
+
+        seconds, spread = time_graph([lambda i=i, run=run: run(i) for i in range(8)])  # type: ignore[misc]
+        touched = statistics.mean(len(set(draw.flatten().tolist())) for draw in draws)
+        rate = touched * per_expert / seconds
+        error = _expert_error(outs[0], x, packed, packed_down, draws[0], weights)
+        found.append(
+            Figure(
+                f"experts 8 of {EXPERTS}, {touched:.0f} touched",
+                f"{gate}+{down}",
+                count,
+                "served",
+                round(seconds * 1e6, 2),
+                round(spread * 1e6, 2),
+                round(rate / 1e9, 1),
+                round(rate / bandwidth, 3),
+                error,
+            )
+        )
+    return found
+
+
+def _expert_error(
+    got: torch.Tensor,
+    x: torch.Tensor,
+    gate_up: Sequence[PackedTensor],
+    down: PackedTensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+) -> float:
+    from slimserve.ops.reference.linear import expert_of
+
+    expected = torch.zeros(down.shape[1], dtype=torch.float64, device=x.device)
+    for slot in range(ids.shape[1]):
+        expert = int(ids[0, slot])
+        gate, up = (expert_of(part, expert).dequantize().double() @ x[0].double() for part in gate_up)
+        gate, up = gate.clamp(max=10.0), up.clamp(-10.0, 10.0)
+        hidden = gate * torch.sigmoid(gate) * up
+        expected += weights[0, slot].double() * (expert_of(down, expert).dequantize().double() @ hidden)
+    return float((got[0].double() - expected).norm() / expected.norm())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print a table; writes every figure as JSON where --out is given."""
+    parser = argparse.ArgumentParser(prog="slimserve.measure.kernels", description=__doc__)
+    parser.add_argument("--formats", default=",".join(FORMATS))
+    parser.add_argument("--shapes", default=",".join(name for name in SHAPES if name != "expert"))
+    parser.add_argument("--rows", default=",".join(str(count) for count in ROWS))
+    parser.add_argument("--sweep", action="store_true", help="time other tile shapes too")
+    parser.add_argument("--experts", default="NVFP4+NVFP4,IQ2_XXS+Q2_K", help="gate+down formats, or empty")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("No CUDA device: the kernel bench needs one.", file=sys.stderr)
+        return 3
+    rows = [int(count) for count in options.rows.split(",")]
+    bandwidth = copy_bandwidth(torch.device("cuda"))
+    print(f"{torch.cuda.get_device_name()}: copy {bandwidth / 1e9:.0f} GB/s (read + written)", flush=True)
+    figures: list[Figure] = []
+    for name in filter(None, options.formats.split(",")):
+        for what in filter(None, options.shapes.split(",")):
+            figures += _shown(measure_linear(what, name, rows, bandwidth, options.sweep))
+            torch.cuda.empty_cache()
+    for pair in filter(None, options.experts.split(",")):
+        gate, down = pair.split("+")
+        figures += _shown(measure_experts(gate, down, rows, bandwidth))
+        torch.cuda.empty_cache()
+    if options.out is not None:
+        record = {
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "copy_bytes_per_second": bandwidth,
+            "weights": "synthetic",
+            "figures": [asdict(figure) for figure in figures],
+        }
+        options.out.write_text(json.dumps(record, indent=1), encoding="utf-8")
+    return 0
+
+
+def _shown(figures: list[Figure]) -> list[Figure]:
+    for f in figures:
+        print(
+            f"{f.format:16s} {f.what:28s} M={f.rows:<3d} {f.microseconds:9.1f} us +-{f.spread:6.1f} "
+            f"{f.gigabytes_per_second:7.0f} GB/s {100 * f.share_of_copy:5.1f} %  err {f.error:.1e}  {f.variant}",
+            flush=True,
+        )
+    return figures
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
