@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
-# A CPU-only machine must not download a CUDA build: override TORCH_INDEX to choose another build.
+# Versions to install; `make CONSTRAINTS=other.txt` takes others (another torch build, say).
 CONSTRAINTS ?= constraints.txt
 
 .PHONY: demo test lint gpu-test bench install install-test clean
