@@ -10,9 +10,11 @@ import torch
 from slimserve.ops.numerics import Activations, NumericsConfig
 
 __all__ = [
+    "Acceptance",
     "Activations",
     "CacheConfig",
     "CacheDtype",
+    "DraftDraw",
     "DrafterKind",
     "EngineConfig",
     "NumericsConfig",
@@ -73,24 +75,50 @@ class SchedulerConfig:
 
 
 class DrafterKind(Enum):
-    """What proposes tokens."""
+    """What proposes tokens: nobody, the text itself, the model's own MTP layer, a block drafter, a smaller model."""
 
     NONE = "none"
     LOOKUP = "lookup"
+    NEXTN = "nextn"
+    DFLASH2 = "dflash2"
+    MODEL = "model"
+
+
+class DraftDraw(Enum):
+    """How a drafter with probabilities draws: its best token, or with the target's own noise of the position."""
+
+    GREEDY = "greedy"
+    COUPLED = "coupled"
+
+
+class Acceptance(Enum):
+    """When a draft stands.
+
+    EXACT: when it equals the target's own draw, so replies are those of plain decoding. REJECTION: by the ratio of
+    target's and drafter's probability (arXiv:2211.17192): replies follow the same distribution as plain decoding's,
+    but the tokens of a seed depend on what was drafted.
+    """
+
+    EXACT = "exact"
+    REJECTION = "rejection"
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """Drafting. It changes how fast a reply comes, never what it says.
+    """Drafting. It changes how fast a reply comes; with EXACT acceptance never what it says.
 
     max_draft: most drafted tokens of a request in a step, 1 .. 15. schedule: rows (from, to, k) over the number of
-    decoding requests; k bounds the draft there, 0 = none. measured: turn drafting off while it does not pay.
+    decoding requests; k bounds the draft there, 0 = none. measured: turn drafting down or off while it does not pay.
+    model_path: the drafter's own files, for DFLASH2 and MODEL.
     """
 
     drafter: DrafterKind = DrafterKind.NONE
     max_draft: int = 8
     schedule: tuple[tuple[int, int, int], ...] = ()
     measured: bool = True
+    draw: DraftDraw = DraftDraw.COUPLED
+    acceptance: Acceptance = Acceptance.EXACT
+    model_path: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

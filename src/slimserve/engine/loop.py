@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -12,17 +14,17 @@ from slimserve.cache.budget import CacheDemand, CachePlan, full_budget, plan_cac
 from slimserve.cache.manager import CacheManager
 from slimserve.cache.prefix import CacheIdentity
 from slimserve.cache.storage import CacheStorage
-from slimserve.engine.config import DrafterKind, EngineConfig
+from slimserve.engine.config import Acceptance, EngineConfig
 from slimserve.engine.inputs import InputBuffers
 from slimserve.engine.messages import EngineInfo, EngineStats
 from slimserve.engine.request import FinishReason, Request
-from slimserve.engine.runner import Runner
+from slimserve.engine.runner import Runner, TappedModel
 from slimserve.engine.scheduler import Scheduler
-from slimserve.engine.speculate import Drafter, PromptLookup, SpeculationControl
+from slimserve.engine.speculate import Drafter, Observer, SpeculationControl
+from slimserve.engine.speculate.build import DraftSetting, check_speculation, drafter_specs, make_drafter
 from slimserve.engine.step import RequestOutput, StepPlan, StepResult
-from slimserve.errors import RequestError, RunError, UsageError
-from slimserve.models.contract import Model
-from slimserve.models.recurrent import MAX_DRAFT_TOKENS
+from slimserve.errors import RequestError, RunError
+from slimserve.models.contract import CacheSpec, Model
 
 logger = logging.getLogger("slimserve.engine")
 
@@ -59,22 +61,24 @@ class Engine:
         device = torch.device(config.device)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
+        check_speculation(model, config)
         specs = tuple(model.config.caches(config.cache.dtype.torch))
-        self.cache_plan = plan_engine_cache(model, config)
+        own_specs = drafter_specs(model, config) if drafter is None else ()
+        self.cache_plan = plan_engine_cache(model, config, own_specs)
         limits, demand = config.scheduler, self.cache_plan.demand
-        storage = CacheStorage(specs, self.cache_plan, device)
+        storage = CacheStorage((*specs, *own_specs), self.cache_plan, device)
         self.cache = CacheManager(
-            specs,
+            (*specs, *own_specs),
             self.cache_plan,
             identity=identity,
             storage=storage,
             prefix_caching=config.cache.prefix_caching,
         )
         speculation = config.speculation
-        if not 1 <= speculation.max_draft <= MAX_DRAFT_TOKENS:
-            raise UsageError(f"max_draft is {speculation.max_draft}; it must be 1 .. {MAX_DRAFT_TOKENS}")
-        if drafter is None and speculation.drafter is DrafterKind.LOOKUP:
-            drafter = PromptLookup(speculation.max_draft)
+        if drafter is None:
+            drafter = make_drafter(DraftSetting(model, config, self.cache, storage.layers, len(specs), end_token_ids))
+        if isinstance(drafter, Observer) and drafter.taps:
+            cast(TappedModel, model).taps = drafter.taps
         self.control = SpeculationControl(speculation.max_draft, speculation.schedule, measured=speculation.measured)
         self.scheduler = Scheduler(
             limits, self.cache, end_token_ids=end_token_ids, drafter=drafter, control=self.control
@@ -88,6 +92,8 @@ class Engine:
             buffers,
             vocab_size=model.config.vocab_size,
             end_token_ids=end_token_ids,
+            drafter=drafter,
+            rejection=speculation.acceptance is Acceptance.REJECTION,
         )
 
     def submit(self, request: Request) -> None:
@@ -195,9 +201,9 @@ class Engine:
         return self.scheduler.take_ended()
 
 
-def plan_engine_cache(model: Model, config: EngineConfig) -> CachePlan:
+def plan_engine_cache(model: Model, config: EngineConfig, drafter_specs: Sequence[CacheSpec] = ()) -> CachePlan:
     """The cache plan of an engine: its budget, or what serves max_sequences within half of the free memory."""
-    specs = tuple(model.config.caches(config.cache.dtype.torch))
+    specs = (*model.config.caches(config.cache.dtype.torch), *drafter_specs)
     limits = config.scheduler
     max_context = min(limits.max_context, model.config.max_context)
     demand = CacheDemand(

@@ -9,6 +9,7 @@ import torch
 
 from slimserve.engine.loop import Engine
 from slimserve.engine.request import Request, SamplingParams
+from slimserve.hardware import free_device_memory
 from slimserve.weights.loader import LoadedModel
 
 _WARM_UP_SECONDS = 600.0
@@ -17,16 +18,20 @@ _WARM_UP_SECONDS = 600.0
 class MemoryProbe:
     """Reads the device's memory at three moments: before anything is loaded, after weights, after caches.
 
-    On CUDA, `runtime` is what the device holds besides torch's own allocations: the context, loaded kernels, and
-    whatever other processes hold there.
+    On CUDA, `runtime` is what this process took besides torch's own allocations: the context and loaded kernels. It is
+    right while no other process takes or frees memory on the device meanwhile.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._index = device.index or 0
+        self._free_before = free_device_memory(self._index) if device.type == "cuda" else 0
         self._marks = [self._now()]
 
     def mark(self) -> None:
-        """Remember what is allocated now."""
+        """Remember what is allocated now, and give back what loading left in the allocator."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
         self._marks.append(self._now())
 
     def _now(self) -> int:
@@ -44,10 +49,9 @@ class MemoryProbe:
             return {"runtime": self._marks[0], "weights": sum(f.num_bytes for f in loaded.memory), "cache": cache}
         before, with_weights, built = self._marks[:3]
         working = warm_up(engine, self._device)
-        free, total = torch.cuda.mem_get_info(self._device)
         reserved = int(torch.cuda.memory_reserved(self._device))
         return {
-            "runtime": int(total - free) - reserved,
+            "runtime": self._free_before - free_device_memory(self._index) - reserved,
             "weights": with_weights - before,
             "cache": cache,
             "inputs": built - with_weights - cache,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol, cast
 
 import torch
 
@@ -10,9 +11,22 @@ from slimserve.cache.manager import CacheManager
 from slimserve.engine.inputs import InputBuffers
 from slimserve.engine.request import TokenLogprob
 from slimserve.engine.sample import SamplingRow, TokenCounts, build_batch, sample, score
+from slimserve.engine.speculate.acceptance import accept_by_ratio, accept_equal
+from slimserve.engine.speculate.contract import Drafter, Observer, Probabilistic
 from slimserve.engine.step import Row, RowResult, StepPlan, StepResult
-from slimserve.layers.contract import Caches
+from slimserve.layers.contract import Caches, StepInput
 from slimserve.models.contract import Model
+
+
+class TappedModel(Protocol):
+    """A model that hands out the outputs of the layers in its `taps`."""
+
+    taps: tuple[int, ...]
+
+    def __call__(self, step: StepInput, caches: Caches, tapped: list[torch.Tensor] | None = None) -> torch.Tensor:
+        """As Model, and appends one [T, H] per tapped layer."""
+        ...
+
 
 _NOT_FINITE = "the model produced values that are not finite for this request; its reply cannot be trusted"
 
@@ -29,7 +43,13 @@ class Runner:
         *,
         vocab_size: int,
         end_token_ids: frozenset[int],
+        drafter: Drafter | None = None,
+        rejection: bool = False,
     ) -> None:
+        """`rejection`: drafts stand by the ratio of probabilities instead of by equality with the target's draw."""
+        self._observer = drafter if isinstance(drafter, Observer) else None
+        self._probabilities = drafter if isinstance(drafter, Probabilistic) else None
+        self._rejection = rejection
         self._model = model
         self._cache = cache
         self._caches = caches
@@ -41,7 +61,11 @@ class Runner:
     def run(self, plan: StepPlan) -> StepResult:
         """Compute a plan's rows. A row whose values are not finite gets an error; the others are not affected."""
         step = self._buffers.fill(plan, self._cache)
-        hidden = self._model(step, self._caches)  # [T, H]
+        tapped: list[torch.Tensor] = []
+        if self._observer is not None and self._observer.taps:
+            hidden = cast(TappedModel, self._model)(step, self._caches, tapped)  # [T, H]
+        else:
+            hidden = self._model(step, self._caches)
         wanted = step.logit_indices.numel() > 0
         logits = self._model.logits(hidden[step.logit_indices]) if wanted else hidden.new_zeros((0, self._vocab_size))
         finite = _finite_rows(plan, hidden, logits)
@@ -53,9 +77,17 @@ class Runner:
                 rows.append(RowResult(error=_NOT_FINITE))
             else:
                 scored = self._score(row, logits[first : first + row.num_scored]) if row.num_scored else ()
-                rows.append(_accept(row, drawn[r], scored) if r in drawn else RowResult(prompt_logprobs=scored))
+                if r in drawn:
+                    rows.append(accept_equal(row, drawn[r], scored))
+                elif row.num_samples:
+                    rows.append(self._accept_by_ratio(row, logits[first : first + row.num_logits]))
+                else:
+                    rows.append(RowResult(prompt_logprobs=scored))
             first += row.num_logits
-        return StepResult(tuple(rows))
+        result = StepResult(tuple(rows))
+        if self._observer is not None:
+            self._observer.observe(plan, result, hidden, tapped)
+        return result
 
     def _draw(
         self, rows: Sequence[Row], logits: torch.Tensor, finite: Sequence[bool]
@@ -66,7 +98,7 @@ class Runner:
         owners: list[int] = []
         first = 0
         for r, row in enumerate(rows):
-            if finite[r]:
+            if finite[r] and not (self._rejection and row.draft):
                 for i in range(row.num_samples):
                     sampling.append(self._sampling_row(row, i))
                     indices.append(first + row.num_scored + i)
@@ -103,31 +135,35 @@ class Runner:
             return self._sampling_row(row, num_drafts)
         return sampling
 
+    def _accept_by_ratio(self, row: Row, logits: torch.Tensor) -> RowResult:
+        """logits [1 + k, V] of a row with drafts."""
+        request = row.request
+        drafted_from = self._probabilities.distributions(request.request_id) if self._probabilities is not None else ()
+        sampling = [self._sampling_row(row, i) for i in range(row.num_samples)]
+        tokens = accept_by_ratio(row.draft, drafted_from, logits, sampling, self._vocab_size)
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if request.sampling.logprobs is not None:
+            logprobs = _score_tokens(logits[: len(tokens)], tokens, request.sampling.logprobs)
+        return RowResult(tuple(tokens), logprobs, (), len(tokens) - 1)
+
     @staticmethod
     def _score(row: Row, logits: torch.Tensor) -> tuple[TokenLogprob, ...]:
         """Log probabilities of the prompt tokens that follow the scored positions."""
         first = row.start_position + row.q_len - row.num_logits + 1
         prompt = row.request.prompt_token_ids
-        token_ids = torch.tensor(prompt[first : first + row.num_scored])
-        num_top = row.request.sampling.logprobs or 0
-        scored = score(logits, token_ids, num_top)
-        assert scored.logprobs is not None and scored.top_ids is not None and scored.top_logprobs is not None
-        return tuple(
-            TokenLogprob(logprob, tuple(zip(ids, values, strict=True)))
-            for logprob, ids, values in zip(
-                scored.logprobs.tolist(), scored.top_ids.tolist(), scored.top_logprobs.tolist(), strict=True
-            )
+        return _score_tokens(logits, prompt[first : first + row.num_scored], row.request.sampling.logprobs or 0)
+
+
+def _score_tokens(logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> tuple[TokenLogprob, ...]:
+    """Log probabilities of given tokens under logits [L, V]."""
+    scored = score(logits, torch.tensor(tokens), num_top)
+    assert scored.logprobs is not None and scored.top_ids is not None and scored.top_logprobs is not None
+    return tuple(
+        TokenLogprob(logprob, tuple(zip(ids, values, strict=True)))
+        for logprob, ids, values in zip(
+            scored.logprobs.tolist(), scored.top_ids.tolist(), scored.top_logprobs.tolist(), strict=True
         )
-
-
-def _accept(row: Row, drawn: Sequence[tuple[int, TokenLogprob | None]], scored: tuple[TokenLogprob, ...]) -> RowResult:
-    """A draft holds when it equals the draw that plain decoding would have made at its position."""
-    accepted = 0
-    while accepted < len(row.draft) and drawn[accepted][0] == row.draft[accepted]:
-        accepted += 1
-    kept = drawn[: accepted + 1]
-    logprobs = tuple(logprob for _, logprob in kept if logprob is not None)
-    return RowResult(tuple(token for token, _ in kept), logprobs, scored, accepted)
+    )
 
 
 def _finite_rows(plan: StepPlan, hidden: torch.Tensor, logits: torch.Tensor) -> list[bool]:
