@@ -16,8 +16,9 @@ from slimserve.cache.budget import CacheDemand, plan_cache
 from slimserve.engine.config import CacheConfig, CacheDtype, EngineConfig, NumericsConfig, SchedulerConfig
 from slimserve.errors import UsageError
 from slimserve.hardware import Accelerator, DeviceKind, Hardware, format_bytes, parse_bytes, pretend
+from slimserve.models.format_map import FormatRule, parameter_bytes, parse_layers
 from slimserve.plan.compare import compare, comparison_lines
-from slimserve.plan.description import Description, FormatRule, parameter_bytes, parse_layers
+from slimserve.plan.description import Description
 from slimserve.plan.floor import distinct_experts, step_floor
 from slimserve.plan.memory import DeviceMemory, MemoryPlan, plan_json, plan_memory
 from slimserve.profiles.planning import admit, fitted, plan_profile

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from slimserve.errors import FormatError, UsageError
+from slimserve.errors import UsageError
 from slimserve.layers.contract import BLOCK_TOKENS
 from slimserve.models.contract import BufferSpec, CacheKind, CacheSpec, ModelConfig, ParameterSpec, Role
+from slimserve.models.format_map import FormatRule, find_rule, parameter_bytes
 from slimserve.models.registry import find_hf
-from slimserve.quant.formats import find_format
 from slimserve.weights.loader import read_config
 from slimserve.weights.source import Container, Source, open_source
 
@@ -27,25 +26,6 @@ DRAFTER = "drafter"
 VISION = "vision"
 
 CacheTable = Callable[[torch.dtype], Sequence[CacheSpec]]
-
-
-@dataclass(frozen=True, slots=True)
-class FormatRule:
-    """Parameters whose name fits `match` (fnmatch, the own names of the table) are stored as `format`.
-
-    `layers` narrows the rule ("0-2,5"). `scales` says how a side-scale format keeps its scales.
-    """
-
-    match: str
-    format: str
-    layers: str = ""
-    scales: str = ""
-
-    def applies(self, spec: ParameterSpec) -> bool:
-        """Whether the rule speaks of this parameter."""
-        if self.layers and (spec.layer is None or spec.layer not in parse_layers(self.layers)):
-            return False
-        return fnmatchcase(spec.name, self.match)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,48 +98,6 @@ class Description:
         return sum(weight.num_bytes for weight in self.weights)
 
 
-def parse_layers(text: str) -> frozenset[int]:
-    """Layer numbers of "0-2,5"; UsageError for anything else."""
-    layers: set[int] = set()
-    for piece in text.split(","):
-        first, dash, last = piece.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
-            raise UsageError(f"layers {text!r} is not a list like 0-2,5")
-        layers.update(range(int(first), int(last or first) + 1))
-    return frozenset(layers)
-
-
-def scale_bytes(rule: FormatRule, shape: Sequence[int]) -> int:
-    """Bytes of the side tensors of a parameter, as held in memory (see quant.formats)."""
-    if not rule.scales:
-        return 0
-    *outer, rows, columns = (1, *shape) if len(shape) == 1 else shape
-    stacks = prod(outer)
-    if rule.scales == "tensor":
-        return 4 * stacks
-    if rule.scales == "channel":
-        return 4 * stacks * rows
-    if rule.scales == "block128":
-        return 4 * stacks * -(-rows // 128) * -(-columns // 128)
-    if rule.scales == "group16":
-        return stacks * (rows * -(-columns // 16) + 4)
-    return 2 * stacks * rows * -(-columns // 128)
-
-
-def parameter_bytes(rule: FormatRule, spec: ParameterSpec) -> int:
-    """Bytes of a parameter under a rule; small tensors that are kept in float32 count as such."""
-    if spec.keep is torch.float32:
-        return 4 * prod(spec.shape)
-    known = find_format(rule.format)
-    if known is None:
-        raise UsageError(f"format {rule.format!r} of {spec.name} is not known")
-    try:
-        row = known.row_bytes(spec.shape[-1])
-    except ValueError as error:
-        raise FormatError(f"{spec.name} {list(spec.shape)} cannot be stored as {rule.format}: {error}") from error
-    return prod(spec.shape[:-1]) * row + scale_bytes(rule, spec.shape)
-
-
 def describe_config(
     name: str, config: Mapping[str, Any], rules: Sequence[FormatRule], present: Sequence[str] = ()
 ) -> Description:
@@ -171,14 +109,10 @@ def describe_config(
     parsed = architecture.from_hf(config, dict.fromkeys(present, ()))
     weights, used = [], set()
     for spec in parsed.parameters():
-        if spec.keep is torch.float32:
-            rule = FormatRule("*", "F32")
-        else:
-            found = next((rule for rule in rules if rule.applies(spec)), None)
-            if found is None:
-                raise UsageError(f"{name}: no format rule fits parameter {spec.name}")
-            used.add(found)
-            rule = found
+        rule = find_rule(rules, spec)
+        if rule is None:
+            raise UsageError(f"{name}: no format rule fits parameter {spec.name}")
+        used.add(rule)
         weights.append(_weight(parsed, spec, rule.format, parameter_bytes(rule, spec)))
     idle = [rule.match for rule in rules if rule not in used]
     if idle:

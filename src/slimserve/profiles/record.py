@@ -13,7 +13,8 @@ from typing import Any
 from slimserve.errors import SlimServeError, UsageError
 from slimserve.fetch import BundledPlace, FileSource, HubPlace, IndexPart, IndexPlace, Notice, Place, UrlPlace
 from slimserve.hardware import DeviceKind, parse_bytes
-from slimserve.plan.description import CacheTerm, FormatRule, RecordedWeights
+from slimserve.models.format_map import FormatRule
+from slimserve.plan.description import CacheTerm, RecordedWeights
 from slimserve.profiles.reading import Table, nearest
 from slimserve.profiles.settings import SETTINGS, SettingValue, check
 
