@@ -41,7 +41,7 @@ def _merge(total_max, total_sum, total, part_max, part_sum, part):
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "q_heads", "kv_heads", "group", "window", "segments_per_program"])
 def _attention_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, offsets_ptr, starts_ptr, out_ptr, work_ptr, work_stat_ptr,
     num_tokens, q_heads, kv_heads, group, stride_q_token, stride_q_head, table_stride,
@@ -149,7 +149,7 @@ def _attention_kernel(
         tl.store(out_ptr + place, result.to(out_ptr.dtype.element_ty), mask=live[:, None] & live_col[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "q_heads", "window"])
 def _merge_kernel(
     work_ptr, work_stat_ptr, offsets_ptr, starts_ptr, out_ptr, num_tokens, q_heads, dim, window,
     WINDOW: tl.constexpr, PAGE: tl.constexpr, SEGMENT: tl.constexpr,

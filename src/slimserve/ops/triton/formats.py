@@ -29,8 +29,9 @@ class TileFormat:
     step, dot: elements of one step of K and of one product. low_bits, high_bits: bits of a code in the two planes;
     word_bits: bits of a plane's elements.
     field_bits: width of what `unpack` calls words (packed into int32 words per step where narrower).
-    words: int32 words per row and step, and bias: what the tile leaves to the offset (see `tiles`). grid: name of
-    the table of an I format and the factor that its entries are multiplied with.
+    words: int32 words per row and step, and bias: what the tile leaves to the offset (see `tiles`). offsets: groups
+    add a multiple of the sum of x; minima: the same as a product of a tile of integers, whose words hold four steps.
+    grid: name of the table of an I format, and the factor that its entries are multiplied with.
     """
 
     code: int
@@ -45,12 +46,18 @@ class TileFormat:
     bias: int = 0
     words: int = 1
     offsets: bool = False
+    minima: bool = False
     grid: str = ""
     grid_factor: int = 1
     grid_row: int = 8
     grid_high: int = 0
     grid_delta: bool = False
     weight_parts: int = 1
+
+    @property
+    def chained(self) -> bool:
+        """Whether products add to one sum along K, because tiles hold final values (up to a scale per row)."""
+        return self.scale in (tiles.SCALE_NONE.value, tiles.SCALE_E4M3.value)
 
 
 def as_words(values: torch.Tensor, bits: int) -> torch.Tensor:
@@ -103,14 +110,15 @@ def _two_bit(fields: torch.Tensor) -> torch.Tensor:
 
 
 def _q2_k(blocks: torch.Tensor) -> Unpacked:
-    words = torch.cat((as_words(_raw_half(blocks, 80, 2), 16), as_words(blocks[:, 0:16], 8)), dim=1)
-    return _two_bit(blocks[:, 16:80]), words
+    scales = blocks[:, 0:16]
+    words = torch.cat((as_words(_raw_half(blocks, 80, 2), 16), as_words(scales & 15, 4)), dim=1)
+    return _two_bit(blocks[:, 16:80]) | ((scales >> 4) << 4).repeat_interleave(16, dim=1), words
 
 
 def _q3_k(blocks: torch.Tensor) -> Unpacked:
     bits = torch.arange(8, dtype=torch.uint8, device=blocks.device)
     high = ((blocks[:, None, 0:32] >> bits[:, None]) & 1).reshape(-1, 256)
-    scales = q3_k_scales(blocks[:, 96:108]).view(torch.uint8)
+    scales = q3_k_scales(blocks[:, 96:108]).to(torch.int32) + 128
     words = torch.cat((_float_word(half_field(blocks, 108)), as_words(scales, 8)), dim=1)
     return _two_bit(blocks[:, 32:96]) | (high << 2), words
 
@@ -132,7 +140,8 @@ def _q5_k(blocks: torch.Tensor) -> Unpacked:
 
 def _q6_k(blocks: torch.Tensor) -> Unpacked:
     low = nibbles(blocks[:, 0:128].reshape(-1, 2, 64)).reshape(-1, 256)
-    words = torch.cat((_float_word(half_field(blocks, 208)), as_words(blocks[:, 192:208], 8)), dim=1)
+    scales = blocks[:, 192:208].view(torch.int8).to(torch.int32) + 128
+    words = torch.cat((_float_word(half_field(blocks, 208)), as_words(scales, 8)), dim=1)
     return low | (_two_bit(blocks[:, 128:192]) << 4), words
 
 
@@ -144,7 +153,7 @@ def _iq4_xs(blocks: torch.Tensor) -> Unpacked:
     shifts = torch.arange(0, 16, 2, dtype=torch.int32, device=blocks.device)
     high = (short_field(blocks, 2) >> shifts) & 3  # [B, 8]
     low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=-1).reshape(-1, 8)
-    scales = ((low | (high << 4)) - 32).to(torch.int8).view(torch.uint8)
+    scales = (low | (high << 4)) + (128 - 32)
     words = torch.cat((_float_word(half_field(blocks, 0)), as_words(scales, 8)), dim=1)
     return nibbles(blocks[:, 8:136].reshape(-1, 8, 16)).reshape(-1, 256), words
 
@@ -153,9 +162,24 @@ def _mxfp4(blocks: torch.Tensor) -> Unpacked:
     return nibbles(blocks[:, 1:17]), blocks[:, 0:1].to(torch.int32)
 
 
+def scaled_e2m1(codes: torch.Tensor, scales: torch.Tensor) -> Unpacked:
+    """Codes [B, 16 n] and E4M3 scale bytes [B, n] as `tiles.word_e2m1` and `tiles.group_factor` read them.
+
+    A scale byte becomes (exponent + 10) * 8 + mantissa, its number written with a leading one; a group whose scale
+    is zero gets zero codes (and any scale).
+    """
+    value = scales.to(torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
+    mantissa, exponent = torch.frexp(value)  # value = mantissa * 2^exponent, mantissa in [0.5, 1)
+    bytes_ = (exponent + 9) * 8 + (mantissa * 16).to(torch.int32) - 8
+    zero = value == 0
+    live = torch.where(zero, 0, 255).to(torch.uint8).repeat_interleave(16, dim=1)
+    return codes & live, torch.where(zero, 0, bytes_.to(torch.int32))
+
+
 def _nvfp4(blocks: torch.Tensor) -> Unpacked:
-    scales = blocks[:, 0:4].to(torch.int32) & 127
-    return nibbles(blocks[:, 4:36].reshape(-1, 4, 8)).reshape(-1, 64), torch.where(scales == 127, 0, scales)
+    scales = blocks[:, 0:4] & 127
+    scales = torch.where(scales == 127, 0, scales)  # the code that E4M3 reads as NaN stands for zero here
+    return scaled_e2m1(nibbles(blocks[:, 4:36].reshape(-1, 4, 8)).reshape(-1, 64), scales)
 
 
 def _word_sign_bytes(words: torch.Tensor) -> torch.Tensor:
@@ -251,7 +275,7 @@ TILE_FORMATS: dict[str, TileFormat] = {
     "Q8_0": TileFormat(
         tiles.SIGNED_BYTE.value, tiles.SCALE_HALF.value, 128, 32, _q8_0, low_bits=8, words=2, field_bits=16
     ),
-    "Q2_K": replace(_SUB_16, scale=tiles.SCALE_K2.value, offsets=True, unpack=_q2_k),
+    "Q2_K": replace(_SUB_16, scale=tiles.SCALE_K2.value, minima=True, unpack=_q2_k, words=3),
     "Q3_K": replace(_SUB_16, code=tiles.THREE_BITS.value, unpack=_q3_k, high_bits=1, bias=4),
     "Q4_K": replace(_NIBBLE_128, scale=tiles.SCALE_K.value, step=256, offsets=True, unpack=_q4_k, bias=-128, words=5),
     "Q5_K": replace(_FIVE_256, scale=tiles.SCALE_K.value, offsets=True, unpack=_q5_k, words=5),

@@ -50,13 +50,28 @@ class Tile:
 
 
 NARROW = Tile(64, 8, False, 2)
-TILES = (NARROW, Tile(128, 16, True, 4), Tile(128, 32, True, 4), Tile(256, 32, True, 8))
-"""Tiles that keep to one tensor-core instruction; a tile never changes a row's bits."""
+TILES = (NARROW, Tile(64, 16, False, 2), Tile(64, 32, False, 2), Tile(64, 64, False, 2))
+"""Tiles that keep to one tensor-core instruction with the weights as its left operand."""
+
+SWEEP = (
+    Tile(64, 8, False, 2, 3),
+    Tile(64, 8, False, 2, 4),
+    Tile(32, 8, False, 1),
+    Tile(128, 8, False, 2),
+    Tile(64, 16, True, 2),
+    Tile(128, 16, True, 4),
+    Tile(128, 32, False, 2),
+    Tile(128, 32, True, 4),
+    Tile(128, 32, True, 8),
+    Tile(256, 32, True, 8),
+    Tile(64, 64, False, 2, 3),
+)
+"""Other tiles that a measurement may try; a tile never changes a row's bits (tests hold it on a device)."""
 
 
 def choose_tile(num_rows: int) -> Tile:
     """The tile for a number of input rows."""
-    return TILES[0 if num_rows <= 8 else 1 if num_rows <= 16 else 2 if num_rows <= 64 else 3]
+    return TILES[0 if num_rows <= 8 else 1 if num_rows <= 16 else 2 if num_rows <= 32 else 3]
 
 
 @dataclass(slots=True)
@@ -75,15 +90,20 @@ def prepare_rows(x: torch.Tensor, weight: TileWeight) -> Prepared:
     num_rows, width = x.shape
     parts = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}[x.dtype]
     padded = weight.steps * fmt.step
-    if parts == 1 and not fmt.offsets:
+    wants_sums = fmt.offsets or fmt.minima
+    if parts == 1 and not wants_sums:
         return Prepared(x, x, 1, width)
     groups = padded // fmt.dot
-    sums = torch.empty((groups, num_rows) if fmt.offsets else 1, dtype=torch.float32, device=x.device)
+    if fmt.minima:
+        sums = torch.empty((3, num_rows, groups), dtype=torch.bfloat16, device=x.device)
+    else:
+        sums = torch.empty((groups, num_rows) if fmt.offsets else 1, dtype=torch.float32, device=x.device)
     planes = x if parts == 1 else torch.empty((parts, num_rows, padded), dtype=torch.bfloat16, device=x.device)
     block = 1024
     split_rows_kernel[(num_rows, cdiv(padded, block))](
         x, planes, sums, num_rows, width, padded, x.stride(0),
-        PARTS=parts, SUMS=fmt.offsets, GROUP=fmt.dot, BLOCK=block, num_warps=4, **NO_FUSION,
+        PARTS=parts, SUMS=wants_sums, SUM_PARTS=3 if fmt.minima else 1, GROUP=fmt.dot, BLOCK=block,
+        num_warps=4, **NO_FUSION,
     )  # fmt: skip
     return Prepared(planes, sums, parts, width if parts == 1 else padded)
 
@@ -129,14 +149,16 @@ def launch(
     )  # fmt: skip
     linear_kernel[(tiles_m, segments.count if split else 1, tiles_n)](
         rows.planes, rows.sums, low, or_else(weight.high, none), or_else(weight.words, none),
-        or_else(weight.table, none), or_else(weight.row_scale, none), or_else(weight.block_scale, none), out, work, locks, *lists,
+        or_else(weight.table, none), or_else(weight.row_scale, none), or_else(weight.block_scale, none),
+        out, work, locks, *lists,
         num_rows, weight.rows, weight.width, rows.width, out.stride(0), segments.steps, weight.steps, segments.count,
         1 if grouping is None else grouping.divisor,
         _group_size(weight.low), _group_size(weight.high), _group_size(weight.words),
         CODE=fmt.code, SCALE=fmt.scale, KD=fmt.dot, STEP=fmt.step, BIAS=fmt.bias, WORDS=fmt.words,
         GRID_ROW=fmt.grid_row, GRID_HIGH=fmt.grid_high, GRID_DELTA=fmt.grid_delta,
-        W_PARTS=fmt.weight_parts, X_PARTS=rows.parts, OFFSETS=fmt.offsets, ROW_SCALE=weight.row_scale is not None,
-        BLOCK_SCALE=weight.block_scale is not None, TAIL=rows.width < weight.steps * fmt.step,
+        W_PARTS=fmt.weight_parts, X_PARTS=rows.parts, OFFSETS=fmt.offsets, MINIMA=fmt.minima,
+        ROW_SCALE=weight.row_scale is not None, BLOCK_SCALE=weight.block_scale is not None, CHAIN=fmt.chained,
+        TAIL=rows.width < weight.steps * fmt.step,
         SPLIT=split, GROUPED=grouping is not None, SWAP=tile.swap, ASM=not INTERPRETED, UPCAST=INTERPRETED,
         BN=tile.rows, BM=tile.columns, STAGES=tile.stages, num_warps=tile.warps, **NO_FUSION,
     )  # fmt: skip
@@ -162,10 +184,12 @@ class TritonLinear:
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Write x [T, K] times the part into out [T, N]."""
-        if x.shape[0] == 0:
-            return
-        rows = prepare_rows(x, self.weight)
-        launch(self.weight, self.segments, self.locks, rows, x.shape[0], out, choose_tile(x.shape[0]))
+        if x.shape[0]:
+            self.run(x, out, choose_tile(x.shape[0]))
+
+    def run(self, x: torch.Tensor, out: torch.Tensor, tile: Tile) -> None:
+        """The product on a given tile shape; every tile gives the same bits."""
+        launch(self.weight, self.segments, self.locks, prepare_rows(x, self.weight), x.shape[0], out, tile)
 
     def rows(self, token_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Decode weight rows token_ids [T] (clamped to valid ids): [T, K] of `dtype`."""
@@ -180,7 +204,7 @@ class TritonLinear:
             token_ids.shape[0], weight.rows, weight.width, weight.steps,
             CODE=fmt.code, SCALE=fmt.scale, KD=fmt.dot, STEP=fmt.step, BIAS=fmt.bias, WORDS=fmt.words,
             GRID_ROW=fmt.grid_row, GRID_HIGH=fmt.grid_high, GRID_DELTA=fmt.grid_delta, OFFSETS=fmt.offsets,
-            ROW_SCALE=weight.row_scale is not None, BLOCK_SCALE=weight.block_scale is not None,
+            MINIMA=fmt.minima, ROW_SCALE=weight.row_scale is not None, BLOCK_SCALE=weight.block_scale is not None,
             ASM=not INTERPRETED, BN=block, num_warps=2, **NO_FUSION,
         )  # fmt: skip
         return out

@@ -31,10 +31,12 @@ from slimserve.ops.triton.tiles import (
     across_rows,
     along_rows,
     e2m1,
-    e4m3_scale,
+    group_factor,
     group_scale,
     levels,
     load_tile,
+    minimum_tile,
+    minimum_unit,
     nibble,
     signed_byte,
     two_planes,
@@ -76,7 +78,7 @@ def decode_tile(
         tile = word_fields(codes, high, 2 * (j % 8), 3, j % 16, 1, 2, BIAS, ASM)
     elif CODE == WORD_E2M1:
         codes = load_tile(c0_ptr, step, j // 4, n, rows, DOTS // 4, KD, SWAP)
-        tile = word_e2m1(codes, e4m3_scale(words_ptr, step, j, n, rows, WORDS), j % 4, SWAP, ASM)
+        tile = word_e2m1(codes, group_factor(words_ptr, step, j, n, rows, WORDS), j % 4, SWAP, ASM)
     elif CODE == SIGNED_BYTE:
         tile = signed_byte(load_tile(c0_ptr, step, j, n, rows, DOTS, KD, SWAP), ASM)
     elif CODE == FLOAT8:
@@ -134,9 +136,9 @@ def linear_kernel(
     c0_group, c1_group, words_group,
     CODE: tl.constexpr, SCALE: tl.constexpr, KD: tl.constexpr, STEP: tl.constexpr, BIAS: tl.constexpr,
     WORDS: tl.constexpr, GRID_ROW: tl.constexpr, GRID_HIGH: tl.constexpr, GRID_DELTA: tl.constexpr,
-    W_PARTS: tl.constexpr, X_PARTS: tl.constexpr, OFFSETS: tl.constexpr, ROW_SCALE: tl.constexpr,
-    BLOCK_SCALE: tl.constexpr, CHAIN: tl.constexpr, TAIL: tl.constexpr, SPLIT: tl.constexpr, GROUPED: tl.constexpr,
-    SWAP: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
+    W_PARTS: tl.constexpr, X_PARTS: tl.constexpr, OFFSETS: tl.constexpr, MINIMA: tl.constexpr,
+    ROW_SCALE: tl.constexpr, BLOCK_SCALE: tl.constexpr, CHAIN: tl.constexpr, TAIL: tl.constexpr,
+    SPLIT: tl.constexpr, GROUPED: tl.constexpr, SWAP: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     tile_m = tl.program_id(0)
@@ -212,6 +214,16 @@ def linear_kernel(
                             tl.broadcast_to(across_rows(sums, SWAP), dot.shape),
                             acc,
                         )
+            if MINIMA:
+                # Minima (integers) times group sums of x, which stand as three bfloat16 planes, smallest first.
+                minima = minimum_tile(c1_ptr, step, n, rows, SWAP, ASM)
+                part = _zeros(BN, BM, SWAP)
+                for p in tl.static_range(3):
+                    place = across_rows(m.to(tl.int64) * (num_steps * DOTS), SWAP) + along_rows(tl.arange(0, 16), SWAP)
+                    plane_ptr = sums_ptr + (tl.cast(p, tl.int64) * num_x * num_steps + step) * DOTS
+                    part = _dot(minima, tl.load(plane_ptr + place, mask=live_tile, other=0.0), part, SWAP, UPCAST)
+                unit = minimum_unit(words_ptr, step, n, rows, WORDS)
+                acc = tl.fma(part, tl.broadcast_to(along_rows(unit, SWAP), part.shape), acc)
             if BLOCK_SCALE:
                 # One scale per 128 weight rows and step; rows beyond the last block were clamped above.
                 scale = tl.load(block_scale_ptr + (n // 128) * num_steps + step)
@@ -249,7 +261,8 @@ def embedding_kernel(
     num_ids, rows, width, num_steps,
     CODE: tl.constexpr, SCALE: tl.constexpr, KD: tl.constexpr, STEP: tl.constexpr, BIAS: tl.constexpr,
     WORDS: tl.constexpr, GRID_ROW: tl.constexpr, GRID_HIGH: tl.constexpr, GRID_DELTA: tl.constexpr,
-    OFFSETS: tl.constexpr, ROW_SCALE: tl.constexpr, BLOCK_SCALE: tl.constexpr, ASM: tl.constexpr, BN: tl.constexpr,
+    OFFSETS: tl.constexpr, MINIMA: tl.constexpr, ROW_SCALE: tl.constexpr, BLOCK_SCALE: tl.constexpr,
+    ASM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Decode rows ids [T] of a weight to out [T, K]: the tiles of `linear_kernel`, at rows that a list names."""
     at = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -268,6 +281,10 @@ def embedding_kernel(
             value = value * scale[:, None]
             if OFFSETS:
                 value = value + offset[:, None]
+            if MINIMA:
+                word = tl.load(c1_ptr + ((step // 4).to(tl.int64) * rows + n) * 16 + j).to(tl.int32)
+                minimum = ((word >> (4 * (step % 4))) & 15).to(tl.float32)
+                value = value + (minimum * minimum_unit(words_ptr, step, n, rows, WORDS))[:, None]
         if BLOCK_SCALE:
             value = value * tl.load(block_scale_ptr + (n // 128) * num_steps + step)[:, None]
         if ROW_SCALE:
@@ -297,9 +314,12 @@ def combine_kernel(
 @triton.jit(do_not_specialize=["num_x"])
 def split_rows_kernel(
     x_ptr, planes_ptr, sums_ptr, num_x, width, padded, stride_x,
-    PARTS: tl.constexpr, SUMS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, SUMS: tl.constexpr, SUM_PARTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Cut x [M, K] into PARTS bfloat16 planes that sum to it (smallest first) and sum it over groups of GROUP."""
+    """Cut x [M, K] into PARTS bfloat16 planes that sum to it (smallest first) and sum it over groups of GROUP.
+
+    Sums are float32 [groups, M], or bfloat16 planes that sum to them [SUM_PARTS, M, groups].
+    """
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * stride_x + at, mask=at < width, other=0.0).to(tl.float32)
@@ -307,7 +327,17 @@ def split_rows_kernel(
         groups: tl.constexpr = BLOCK // GROUP
         sums = tl.sum(tl.reshape(x, (groups, GROUP)), axis=1)
         group = tl.program_id(1) * groups + tl.arange(0, groups)
-        tl.store(sums_ptr + group.to(tl.int64) * num_x + row, sums, mask=group * GROUP < padded)
+        live = group * GROUP < padded
+        if SUM_PARTS == 1:
+            tl.store(sums_ptr + group.to(tl.int64) * num_x + row, sums, mask=live)
+        else:
+            # [SUM_PARTS, M, groups] in bfloat16, smallest first.
+            count = padded // GROUP
+            for p in tl.static_range(SUM_PARTS):
+                piece = sums.to(tl.bfloat16)
+                sums = sums - piece.to(tl.float32)
+                place = ((SUM_PARTS - 1 - p) * num_x.to(tl.int64) + row) * count + group
+                tl.store(sums_ptr + place, piece, mask=live)
     if PARTS > 1:
         size = tl.cast(num_x, tl.int64) * padded
         rest = x

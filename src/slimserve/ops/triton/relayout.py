@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from slimserve.errors import RefusalError
-from slimserve.ops.triton.formats import TILE_FORMATS, TileFormat, Unpacked, as_words, table_of
+from slimserve.ops.triton.formats import TILE_FORMATS, TileFormat, as_words, scaled_e2m1, table_of
 from slimserve.ops.triton.launch import cdiv
 from slimserve.quant.decode_scaled import SCALE_BLOCK, has_block_scale, pair_codes
 from slimserve.quant.tensor import PackedTensor
@@ -57,7 +57,7 @@ def refuses(packed_format: str, shape: tuple[int, ...] | None) -> str | None:
 
 
 def _plane(codes: torch.Tensor, bits: int, shift: int, word_bits: int) -> torch.Tensor:
-    """Bits [shift, shift + bits) of codes [r, steps, dots, W], word_bits / bits dots to a tile: [steps, tiles, r, W]."""
+    """Bits [shift, shift + bits) of codes [r, steps, dots, W], word_bits / bits dots a tile: [steps, tiles, r, W]."""
     rows, steps, dots, width = codes.shape
     per_tile = word_bits // bits
     fields = (codes.to(torch.int32) >> shift) & ((1 << bits) - 1)
@@ -92,7 +92,7 @@ def _side_fields(packed: PackedTensor, fmt: TileFormat, steps: int) -> torch.Ten
     if packed.format.name == "E2M1_G16":
         if scale is None or scale.dtype != torch.float8_e4m3fn:
             raise RefusalError(f"{packed.name}: E2M1_G16 on this device needs float8_e4m3fn group scales.")
-        codes = scale.view(torch.uint8).to(torch.int32)
+        codes = scale.contiguous().view(torch.uint8) & 127
         per_step = fmt.step // 16
         return torch.nn.functional.pad(codes, (0, steps * per_step - codes.shape[1])).reshape(-1, steps, per_step)
     if packed.format.name == "INT4":
@@ -117,6 +117,15 @@ def _row_scale(packed: PackedTensor, rows: int) -> torch.Tensor | None:
     return scale
 
 
+def _minima(codes: torch.Tensor) -> torch.Tensor:
+    """Minima of codes [r, steps, 16, W], which `unpack` left in their upper nibbles: words of four steps."""
+    rows, steps = codes.shape[:2]
+    nibbles = torch.nn.functional.pad((codes[:, :, :, 0] >> 4).to(torch.int32), (0, 0, 0, -steps % 4))
+    shifts = torch.arange(0, 16, 4, device=codes.device, dtype=torch.int32)[:, None]
+    words = (nibbles.reshape(rows, -1, 4, 16) << shifts).sum(dim=2)  # [r, steps / 4, 16]
+    return words.to(torch.int16).permute(1, 0, 2)
+
+
 def _empty_plane(fmt: TileFormat, bits: int, steps: int, rows: int, device: torch.device) -> torch.Tensor:
     tiles = fmt.step // fmt.dot * bits // fmt.word_bits
     return torch.empty((steps, tiles, rows, fmt.dot), dtype=_WORDS[fmt.word_bits], device=device)
@@ -139,19 +148,26 @@ def _matrix(packed: PackedTensor, fmt: TileFormat, device: torch.device) -> list
         low = _empty_plane(fmt, fmt.low_bits, steps, rows, device)
     if fmt.high_bits:
         high = _empty_plane(fmt, fmt.high_bits, steps, rows, device)
+    if fmt.minima:
+        high = torch.zeros((cdiv(steps, 4), 1, rows, 16), dtype=torch.int16, device=device)
     if fmt.unpack is not None or side is not None:
         words = torch.empty((steps, fmt.words, rows), dtype=torch.int32, device=device)
     chunk = max(1, _CHUNK_ELEMENTS // max(1, width))
     for start in range(0, rows, chunk):
         stop = min(start + chunk, rows)
         codes, fields = _unpack(packed, fmt, packed.data[start:stop].to(device))
+        if side is not None:
+            fields = side[start:stop].to(device)
+        if packed.format.name == "E2M1_G16" and codes is not None and fields is not None:
+            codes, fields = scaled_e2m1(codes, fields.reshape(stop - start, -1))
+            fields = None if fields is None else fields.reshape(stop - start, steps, -1)
         if codes is not None and low is not None:
             codes = codes.reshape(stop - start, steps, dots, fmt.dot)
             low[:, :, start:stop] = _plane(codes, fmt.low_bits, 0, fmt.word_bits)
-            if high is not None:
+            if fmt.minima and high is not None:
+                high[:, 0, start:stop] = _minima(codes)
+            elif high is not None:
                 high[:, :, start:stop] = _plane(codes, fmt.high_bits, fmt.low_bits, fmt.word_bits)
-        if side is not None:
-            fields = side[start:stop].to(device)
         if fields is not None and words is not None:
             if fmt.field_bits < 32:
                 fields = as_words(fields.reshape(-1, fields.shape[-1]), fmt.field_bits)

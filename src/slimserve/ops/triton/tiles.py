@@ -3,9 +3,10 @@
 Every code of every format is an integer of at most eight significant bits (or a small float that bfloat16 holds
 exactly), so a tile of codes multiplies on tensor cores without rounding; scales act on float32 sums.
 
-On a device, four bytes are decoded at a time in inline assembly: placing a code q < 128 in the low byte of 0x43xx
-makes the bfloat16 number 128 + q, so a byte permutation converts two codes at once, and one fused multiply-add takes
-the bias away again, exactly. The interpreter takes the plain form beside it; both give the same numbers.
+On a device, four bytes (or two 16-bit words) are decoded at a time in inline assembly: placing a code q < 128 in the
+low byte of 0x43xx makes the bfloat16 number 128 + q, so one byte permutation or one mask converts two codes at once,
+and one fused multiply-add takes the bias away again, exactly. In lop3, table 234 is (a & b) | c. The interpreter takes
+the plain form beside it; both give the same numbers.
 """
 
 from __future__ import annotations
@@ -104,11 +105,15 @@ def two_planes(
     c, h, SHIFT: tl.constexpr, MASK: tl.constexpr, SHIFT_H: tl.constexpr, MASK_H: tl.constexpr,
     LIFT: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Codes ((c >> SHIFT) & MASK) | (((h >> SHIFT_H) & MASK_H) << LIFT), less BIAS."""
+    """Codes ((c >> SHIFT) & MASK) | (((h >> SHIFT_H) & MASK_H) << LIFT) of bytes, less BIAS."""
     if ASM:
+        # One shift brings the high field to its final place, one logic operation masks and joins it.
+        LEFT: tl.constexpr = LIFT - SHIFT_H if LIFT > SHIFT_H else 0
+        RIGHT: tl.constexpr = SHIFT_H - LIFT if SHIFT_H > LIFT else 0
         return tl.inline_asm_elementwise(
             f"{{ .reg .b32 t, u, one, b; shr.b32 t, $2, {SHIFT}; and.b32 t, t, {MASK * 16843009};"
-            f" shr.b32 u, $3, {SHIFT_H}; and.b32 u, u, {MASK_H * 16843009}; shl.b32 u, u, {LIFT}; or.b32 t, t, u;"
+            f" shl.b32 u, $3, {LEFT}; shr.b32 u, u, {RIGHT};"
+            f" lop3.b32 t, u, {(MASK_H << LIFT) * 16843009}, t, 234;"
             f" mov.b32 one, 1065369472; mov.b32 b, {3271607040 + BIAS * 65537};"
             f" prmt.b32 u, t, 1128481603, 16704; fma.rn.bf16x2 $0, u, one, b;"
             f" prmt.b32 u, t, 1128481603, 17218; fma.rn.bf16x2 $1, u, one, b; }}",
@@ -123,11 +128,23 @@ def word_field(c, SHIFT: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, A
     """Field (c >> SHIFT) & MASK of 16-bit words, less BIAS: two words to a register, no permutation needed."""
     if ASM:
         return tl.inline_asm_elementwise(
-            f"{{ .reg .b32 t, one, b; shr.b32 t, $1, {SHIFT}; and.b32 t, t, {MASK * 65537}; or.b32 t, t, 1124090624;"
+            f"{{ .reg .b32 t, one, b; shr.b32 t, $1, {SHIFT}; lop3.b32 t, t, {MASK * 65537}, 1124090624, 234;"
             f" mov.b32 one, 1065369472; mov.b32 b, {3271607040 + BIAS * 65537}; fma.rn.bf16x2 $0, t, one, b; }}",
             "=r,r", [c], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
     return _widen((c.to(tl.int32) >> SHIFT) & MASK, BIAS)
+
+
+@triton.jit
+def word_nibble(c, shift, ASM: tl.constexpr):
+    """Nibble at a run-time `shift` (one scalar) of 16-bit words."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t, one, b; shr.b32 t, $1, $2; lop3.b32 t, t, 983055, 1124090624, 234;"
+            " mov.b32 one, 1065369472; mov.b32 b, 3271607040; fma.rn.bf16x2 $0, t, one, b; }",
+            "=r,r,r,r", [c, tl.broadcast_to(shift, c.shape)], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    return _widen((c.to(tl.int32) >> shift) & 15, 0)
 
 
 @triton.jit
@@ -137,9 +154,11 @@ def word_fields(
 ):  # fmt: skip
     """Codes ((c >> SHIFT) & MASK) | (((h >> SHIFT_H) & MASK_H) << LIFT) of 16-bit words, less BIAS."""
     if ASM:
+        LEFT: tl.constexpr = LIFT - SHIFT_H if LIFT > SHIFT_H else 0
+        RIGHT: tl.constexpr = SHIFT_H - LIFT if SHIFT_H > LIFT else 0
         return tl.inline_asm_elementwise(
-            f"{{ .reg .b32 t, u, one, b; shr.b32 t, $1, {SHIFT}; and.b32 t, t, {MASK * 65537}; or.b32 t, t, 1124090624;"
-            f" shr.b32 u, $2, {SHIFT_H}; and.b32 u, u, {MASK_H * 65537}; shl.b32 u, u, {LIFT}; or.b32 t, t, u;"
+            f"{{ .reg .b32 t, u, one, b; shr.b32 t, $1, {SHIFT}; lop3.b32 t, t, {MASK * 65537}, 1124090624, 234;"
+            f" shl.b32 u, $2, {LEFT}; shr.b32 u, u, {RIGHT}; lop3.b32 t, u, {(MASK_H << LIFT) * 65537}, t, 234;"
             f" mov.b32 one, 1065369472; mov.b32 b, {3271607040 + BIAS * 65537}; fma.rn.bf16x2 $0, t, one, b; }}",
             "=r,r,r", [c, h], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
@@ -160,13 +179,13 @@ def word_e2m1(c, scale, FIELD: tl.constexpr, SWAP: tl.constexpr, ASM: tl.constex
         if FIELD < 2:
             return tl.inline_asm_elementwise(
                 f"{{ .reg .b32 t, u, z; shl.b32 t, $1, {6 - 4 * FIELD}; and.b32 t, t, 29360576;"
-                f" shl.b32 u, $1, {12 - 4 * FIELD}; and.b32 u, u, 2147516416; or.b32 t, t, u;"
+                f" shl.b32 u, $1, {12 - 4 * FIELD}; lop3.b32 t, u, 2147516416, t, 234;"
                 " mov.b32 z, 2147516416; fma.rn.bf16x2 $0, t, $2, z; }",
                 "=r,r,r", [c, wide], dtype=tl.bfloat16, is_pure=True, pack=2,
             )  # fmt: skip
         return tl.inline_asm_elementwise(
             f"{{ .reg .b32 t, u, z; shr.b32 t, $1, {4 * FIELD - 6}; and.b32 t, t, 29360576;"
-            f" shl.b32 u, $1, {12 - 4 * FIELD}; and.b32 u, u, 2147516416; or.b32 t, t, u;"
+            f" shl.b32 u, $1, {12 - 4 * FIELD}; lop3.b32 t, u, 2147516416, t, 234;"
             " mov.b32 z, 2147516416; fma.rn.bf16x2 $0, t, $2, z; }",
             "=r,r,r", [c, wide], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
@@ -259,21 +278,26 @@ def e2m1(c, HIGH: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def byte_of(word, index):
-    """Byte `index` of words as float32, through the mantissa of 2^23 + byte: no slow integer conversion."""
-    return (((word >> (8 * index)) & 255) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+def _byte_raised(word, INDEX: tl.constexpr, ASM: tl.constexpr):
+    """2^23 + byte INDEX of words as float32: the byte in the lowest mantissa bits, no slow integer conversion."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            f"prmt.b32 $0, $1, 1258291200, {29760 + INDEX};", "=r,r", [word], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return (((word >> (8 * INDEX)) & 255) | 0x4B000000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def signed_byte_of(word, index):
-    """Byte `index` of words as a signed number in float32."""
-    return ((((word >> (8 * index)) & 255) ^ 128) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
+def _nibble_raised(word, INDEX: tl.constexpr):
+    """2^23 + nibble INDEX of words as float32."""
+    low = (word.to(tl.uint32, bitcast=True) >> (4 * INDEX)) & 15
+    return (low | 0x4B000000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def nibble_of(word, index):
-    """Nibble `index` of words as float32."""
-    return (((word >> (4 * index)) & 15) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+def _lowered(raised, unit):
+    """(raised - 2^23) * unit in one fused multiply-add, exactly: 2^23 * unit is exact, and so is the result."""
+    return tl.fma(raised, unit, unit * -8388608.0)
 
 
 @triton.jit
@@ -283,7 +307,10 @@ def half_of(word, index):
 
 
 @triton.jit
-def group_scale(ptr, step, j, n, rows, SCALE: tl.constexpr, WORDS: tl.constexpr, BIAS: tl.constexpr):
+def group_scale(
+    ptr, step, j, n, rows, SCALE: tl.constexpr, WORDS: tl.constexpr, BIAS: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
     """Scale and offset [BN] of dot j: the dot's weights are scale * tile + offset (BIAS is what the tile has left)."""
     offset = tl.zeros_like(n).to(tl.float32)
     if SCALE == SCALE_HALF:
@@ -294,20 +321,22 @@ def group_scale(ptr, step, j, n, rows, SCALE: tl.constexpr, WORDS: tl.constexpr,
         offset = tl.fma(scale, tl.full(scale.shape, BIAS, tl.float32), half_of(word, 1))
     elif SCALE == SCALE_K:
         pair = load_word(ptr, step, 0, n, rows, WORDS)
-        scale = half_of(pair, 0) * byte_of(load_word(ptr, step, 1 + j // 4, n, rows, WORDS), j % 4)
-        minimum = half_of(pair, 1) * byte_of(load_word(ptr, step, 3 + j // 4, n, rows, WORDS), j % 4)
-        offset = tl.fma(scale, tl.full(scale.shape, BIAS, tl.float32), -minimum)
+        scale = _lowered(_byte_raised(load_word(ptr, step, 1 + j // 4, n, rows, WORDS), j % 4, ASM), half_of(pair, 0))
+        minimum = _byte_raised(load_word(ptr, step, 3 + j // 4, n, rows, WORDS), j % 4, ASM)
+        minimum = _lowered(minimum, -half_of(pair, 1))
+        offset = tl.fma(scale, tl.full(scale.shape, BIAS, tl.float32), minimum)
     elif SCALE == SCALE_K2:
-        pair = load_word(ptr, step, 0, n, rows, WORDS)
-        word = load_word(ptr, step, 1 + j // 4, n, rows, WORDS) >> (8 * (j % 4))
-        scale = half_of(pair, 0) * nibble_of(word, 0)
-        offset = -(half_of(pair, 1) * nibble_of(word, 1))
+        word = load_word(ptr, step, 1 + j // 8, n, rows, WORDS)
+        scale = _lowered(_nibble_raised(word, j % 8), half_of(load_word(ptr, step, 0, n, rows, WORDS), 0))
     elif SCALE == SCALE_BYTE:
-        scale = load_word(ptr, step, 0, n, rows, WORDS).to(tl.float32, bitcast=True)
-        scale = scale * signed_byte_of(load_word(ptr, step, 1 + j // 4, n, rows, WORDS), j % 4)
+        # Stored with 128 added.
+        unit = load_word(ptr, step, 0, n, rows, WORDS).to(tl.float32, bitcast=True)
+        scale = _byte_raised(load_word(ptr, step, 1 + j // 4, n, rows, WORDS), j % 4, ASM)
+        scale = (scale - 8388736.0) * unit
     elif SCALE == SCALE_ODD_NIBBLE:
-        scale = load_word(ptr, step, 0, n, rows, WORDS).to(tl.float32, bitcast=True)
-        scale = scale * (2.0 * nibble_of(load_word(ptr, step, 1 + j // 8, n, rows, WORDS), j % 8) + 1.0)
+        # unit * (2 * nibble + 1)
+        unit = load_word(ptr, step, 0, n, rows, WORDS).to(tl.float32, bitcast=True)
+        scale = _lowered(_nibble_raised(load_word(ptr, step, 1 + j // 8, n, rows, WORDS), j % 8), 2.0 * unit) + unit
     elif SCALE == SCALE_POWER:
         # 2^(e - 128), subnormal below e = 2.
         exponent = (load_word(ptr, step, j // 4, n, rows, WORDS) >> (8 * (j % 4))) & 255
@@ -319,11 +348,25 @@ def group_scale(ptr, step, j, n, rows, SCALE: tl.constexpr, WORDS: tl.constexpr,
 
 
 @triton.jit
-def e4m3_scale(ptr, step, j, n, rows, WORDS: tl.constexpr):
-    """Unsigned E4M3 scale [BN] of dot j times 2^119 as bfloat16, subnormals included (exact).
+def minimum_tile(c1_ptr, step, n, rows, SWAP: tl.constexpr, ASM: tl.constexpr):
+    """The sixteen minima of a step [BN, 16] as bfloat16: a nibble of 16-bit words that hold four steps."""
+    return word_nibble(load_tile(c1_ptr, step // 4, 0, n, rows, 1, 16, SWAP), 4 * (step % 4), ASM)
 
-    The seven bits at a float32's exponent and mantissa read as the scale / 2^120; two products move them up.
+
+@triton.jit
+def minimum_unit(ptr, step, n, rows, WORDS: tl.constexpr):
+    """What the minima of a step are multiplied with [BN], negated."""
+    return -half_of(load_word(ptr, step, 0, n, rows, WORDS), 1)
+
+
+@triton.jit
+def group_factor(ptr, step, j, n, rows, WORDS: tl.constexpr):
+    """Scale [BN] of dot j times 2^119 as bfloat16, from a byte of five exponent and three mantissa bits.
+
+    `relayout` re-encodes E4M3 scales so: subnormal ones become ordinary numbers of the wider exponent (exact), and
+    the codes of a group with scale zero become zero. Shifting the byte into place and raising its exponent is all
+    that is left to do here.
     """
-    word = load_word(ptr, step, j // 4, n, rows, WORDS)
-    bits = ((word >> (8 * (j % 4))) & 127) << 20
-    return (bits.to(tl.float32, bitcast=True) * 1.7014118346046923e38 * 5.192296858534828e33).to(tl.bfloat16)
+    word = load_word(ptr, step, j // 4, n, rows, WORDS).to(tl.uint32, bitcast=True)
+    bits = (((word >> (8 * (j % 4))) & 255) << 4) + 30208
+    return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
