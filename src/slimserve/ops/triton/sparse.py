@@ -354,9 +354,7 @@ def hyper_pre(
 
 
 @triton.jit
-def _hyper_post_kernel(
-    x_ptr, y_ptr, post_ptr, comb_ptr, out_ptr, hidden, S: tl.constexpr, BLOCK: tl.constexpr
-):
+def _hyper_post_kernel(x_ptr, y_ptr, post_ptr, comb_ptr, out_ptr, hidden, S: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = col < hidden
