@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import statistics
@@ -196,10 +197,43 @@ def _accelerators() -> tuple[Accelerator, ...]:
     found = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        free, total = torch.cuda.mem_get_info(index)
+        total = int(properties.total_memory)
+        free = min(free_device_memory(index), total)
         capability = f"sm_{properties.major}{properties.minor}"
-        found.append(Accelerator(index, kind, properties.name, int(total), int(free), capability))
+        found.append(Accelerator(index, kind, properties.name, total, free, capability))
     return tuple(found)
+
+
+def free_device_memory(index: int = 0) -> int:
+    """Free bytes of a CUDA device, asked of the driver's management library where it is there.
+
+    Asking torch would open a context on the device, which takes some 600 MiB for as long as this process lives.
+    """
+    free = _nvml_free(index)
+    return int(torch.cuda.mem_get_info(index)[0]) if free is None else free
+
+
+class _NvmlMemory(ctypes.Structure):
+    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
+
+
+def _nvml_free(index: int) -> int | None:
+    """Free bytes by NVML, None where the library or the device is not to be had through it."""
+    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+    if uuid is None or torch.version.hip:
+        return None
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+        if library.nvmlInit_v2() != 0:
+            return None
+        handle, memory = ctypes.c_void_p(), _NvmlMemory()
+        name = f"GPU-{uuid}".encode()
+        found = library.nvmlDeviceGetHandleByUUID(name, ctypes.byref(handle)) == 0
+        read = found and library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0
+        library.nvmlShutdown()
+    except (OSError, AttributeError):
+        return None
+    return int(memory.free) if read else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,8 +55,8 @@ class MemoryProbe:
             "weights": with_weights - before,
             "cache": cache,
             "inputs": built - with_weights - cache,
-            "activations": working,
-            "slack": reserved - int(torch.cuda.memory_allocated(self._device)) - working,
+            "working": working,
+            "allocator": reserved - int(torch.cuda.memory_allocated(self._device)) - working,
         }
 
 

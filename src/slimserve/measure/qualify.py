@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from slimserve.errors import RefusalError, RunError, UsageError
-from slimserve.hardware import DeviceKind
+from slimserve.hardware import DeviceKind, free_device_memory
 from slimserve.measure import gates
 from slimserve.measure.booted import BootedProfile
 from slimserve.measure.gates import Gate, GateResult, Trial
@@ -73,9 +73,8 @@ def qualify(profile: ResolvedProfile, *, quick: bool = False, say: Say = lambda 
 
 
 def _device_free(profile: ResolvedProfile) -> int:
-    """Free bytes of the accelerator that the profile runs on (0 on the CPU); this process's own context is counted in
-    both looks and cancels."""
-    return 0 if profile.device is DeviceKind.CPU else int(torch.cuda.mem_get_info(0)[0])
+    """Free bytes of the accelerator that the profile runs on; 0 on the CPU."""
+    return 0 if profile.device is DeviceKind.CPU else free_device_memory(0)
 
 
 def _gates(profile: ResolvedProfile, planned_bytes: int) -> list[Gate]:

@@ -31,8 +31,8 @@ class Comparison:
 def compare(plan: MemoryPlan, measured: Mapping[str, int]) -> tuple[Comparison, ...]:
     """Compare a plan with measured bytes.
 
-    `measured` maps term names or groups (weights, cache, runtime, activations, logits, inputs, graphs, slack) to
-    bytes; a term's own measurement wins over its group's. The last entry is the total of what was measured in full.
+    `measured` maps term names or groups (weights, cache, runtime, working, inputs, graphs, allocator) to bytes; a
+    term's own measurement wins over its group's. The last entry is the total of what was measured in full.
     """
     rows = []
     groups: dict[str, int] = {}

@@ -251,4 +251,7 @@ def _width(config: ModelConfig, weights: Sequence[Weight], top_k: int) -> int:
     for rows in by_layer.values():
         top = sorted(rows, reverse=True)[:2]
         widest = max(widest, sum(top) + (top[0] if top else 0))
-    return (2 * streams + 4) * config.hidden_size + widest
+    recurrent = getattr(config, "recurrent", None)
+    # Convolution inputs and outputs of linear attention are float32: two elements each.
+    linear = recurrent.conv_dim + recurrent.heads * recurrent.value_dim if recurrent is not None else 0
+    return (2 * streams + 4) * config.hidden_size + widest + linear

@@ -30,9 +30,13 @@ measured, see docs/notebook.md."""
 SERVER_BYTES = {"cpu": 200 * MIB, "cuda": 0}
 """The server's own process where it shares the memory with the model; measured, see docs/notebook.md."""
 
-SLACK_SHARE = 0.03
-SLACK_LEAST = {"cpu": 32 * MIB, "cuda": 96 * MIB}
-"""What an allocator loses to rounding and to blocks it keeps, as a share of activations, workspace and buffers."""
+SLACK_SHARE = 0.25
+SLACK_LEAST = {"cpu": 32 * MIB, "cuda": 112 * MIB}
+"""What an allocator keeps of freed working memory, as a share of it."""
+
+ROUNDING = 2 * MIB
+"""torch's CUDA allocator takes tensors above 10 MiB in whole pieces of this size, smaller ones out of shared blocks."""
+ROUNDED_FROM = 10 * MIB
 
 RESERVE_SHARE = {"cpu": 0.10, "cuda": 0.03}
 RESERVE_LEAST = {"cpu": 512 * MIB, "cuda": 512 * MIB}
@@ -65,9 +69,10 @@ class Term:
 
 
 def group_of(term: str) -> str:
-    """The group that a term is measured with: weights (drafter included), cache, or the term itself."""
+    """The group that a term is measured with; terms that only show together share one."""
     head = term.split(".")[0]
-    return "weights" if head == DRAFTER else head
+    shared = {DRAFTER: "weights", "activations": "working", "logits": "working"}
+    return {**shared, "slack": "allocator", "rounding": "allocator"}.get(head, head)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +206,9 @@ def plan_memory(
     demand = _demand(description, config)
     fixed = _fixed_terms(description, config, demand, memory, max_draft, specs)
     reserve = _reserve(memory)
+    if memory.kind == "cuda":
+        rounding = _rounding(description, specs, demand, memory)
+        fixed.append(Term("rounding", rounding, memory.label, "formula: tensors above 10 MiB in pieces of 2 MiB"))
     fixed_bytes = sum(term.num_bytes for term in fixed if term.device == memory.label)
     available = memory.free_bytes - fixed_bytes - reserve
     stated = None if config.cache.budget_bytes is None else -(-config.cache.budget_bytes // memory.count)
@@ -289,18 +297,31 @@ def _fixed_terms(
         )
     ]
     rows = limits.max_sequences * (1 + max_draft)
-    working.append(
-        Term(
-            "logits",
-            int(rows * description.vocab_size * 4 * LOGITS_COPIES),
-            label,
-            f"formula: {rows} rows x {description.vocab_size} tokens x 4 bytes x {LOGITS_COPIES:g} tables",
-        )
-    )
+    logits = int(rows * description.vocab_size * 4 * LOGITS_COPIES)
+    source = f"{rows} rows x {description.vocab_size} tokens x 4 bytes x {LOGITS_COPIES:g} tables"
+    # A layer's activations are gone when logits are made: only what exceeds them counts.
+    beyond = max(0, logits - working[0].num_bytes)
+    working.append(Term("logits", beyond, label, f"formula: {source}, beyond the activations"))
     working.append(Term("inputs", _input_bytes(specs, demand, tokens), label, "formula: tables and indices of a step"))
     slack = max(int(SLACK_SHARE * sum(term.num_bytes for term in working)), SLACK_LEAST[kind])
     graphs = Term("graphs", 0, label, "this build captures no graphs")
     return [*terms, *working, graphs, Term("slack", slack, label, f"{SLACK_SHARE:.0%} of working memory, or a floor")]
+
+
+def _rounding(
+    description: Description, specs: Sequence[CacheSpec], demand: CacheDemand, memory: DeviceMemory
+) -> int:
+    """What rounding costs: exactly for weights as the file holds them, half a piece for each large cache tensor."""
+    sizes = [-(-weight.num_bytes // memory.count) for weight in description.weights if not weight.host]
+    weights = sum(-size % ROUNDING for size in sizes if size > ROUNDED_FROM)
+    large = 0
+    for spec in specs:
+        # Pages count as large at any context, so that this term does not move with it.
+        counted = [(buffer, ROUNDED_FROM) for buffer in spec.page]
+        counted += [(buffer, 2 * demand.max_sequences) for buffer in spec.slot]
+        counted += [(buffer, demand.max_sequences + 1) for buffer in spec.open]
+        large += len(spec.layers) * sum(1 for buffer, count in counted if buffer.num_bytes * count > ROUNDED_FROM)
+    return weights + large * ROUNDING // 2
 
 
 def _weight_terms(description: Description, memory: DeviceMemory) -> list[Term]:
