@@ -174,6 +174,17 @@ def test_values_that_nobody_chose_are_lowered_to_fit_and_chosen_ones_are_not() -
     assert by_flag.value("max_sequences") == 2 and plan_profile(by_flag).fits
 
 
+def test_the_device_that_was_named_is_the_one_planned_and_used() -> None:
+    two = machine(64 * GIB, 24 * GIB, 80 * GIB)
+    second = resolve("qwen35-4b", hardware=two, device="cuda:1", flags={"max_context": 4096, "max_sequences": 2})
+    config, result = admit(second)
+    assert config.device == "cuda:1" and result.memory.total_bytes == 80 * GIB
+    with pytest.raises(Exception, match="needs 1 x cuda"):
+        admit(resolve("qwen35-4b", hardware=two, device="cuda:2"))
+    with pytest.raises(UsageError, match="cuda:one"):
+        resolve("qwen35-4b", hardware=two, device="cuda:one")
+
+
 def test_admit_gives_the_engine_the_planned_budget() -> None:
     config, result = admit(resolve("smollm2-135m", hardware=machine(16 * GIB)))
     assert result.cache is not None and config.cache.budget_bytes == result.cache.budget_bytes

@@ -14,11 +14,11 @@ from slimserve.profiles.record import Machine
 from slimserve.profiles.resolve import Origin, ResolvedProfile, Setting
 
 
-def machine_memory(hardware: Hardware, kind: DeviceKind, count: int) -> DeviceMemory | None:
-    """The memory of `count` devices of a machine that would share a model; None where it has fewer."""
+def machine_memory(hardware: Hardware, kind: DeviceKind, count: int, first: int = 0) -> DeviceMemory | None:
+    """The memory of `count` devices, from number `first`, that would share a model; None where there are fewer."""
     if kind is DeviceKind.CPU:
         return DeviceMemory("cpu", hardware.memory_total, hardware.memory_free, 1, hardware.cpu_model)
-    devices = hardware.of_kind(kind)[:count]
+    devices = hardware.of_kind(kind)[first : first + count]
     if len(devices) < count:
         return None
     total = min(device.total_bytes for device in devices)
@@ -36,7 +36,7 @@ def recorded_memory(machine: Machine, count: int) -> DeviceMemory | None:
 
 def memory_for(profile: ResolvedProfile) -> DeviceMemory | None:
     """Where the profile would run: this machine's devices, else (a platform chosen by name) the record's."""
-    here = machine_memory(profile.hardware, profile.device, profile.num_devices)
+    here = machine_memory(profile.hardware, profile.device, profile.num_devices, profile.device_index)
     if here is None and profile.platform is not None:
         return recorded_memory(profile.platform.machine, profile.num_devices)
     return here

@@ -78,6 +78,7 @@ class ResolvedProfile:
     record: ProfileRecord | None
     platform: PlatformRecord | None
     device: DeviceKind
+    device_index: int
     hardware: Hardware
     settings: Mapping[str, Setting]
     description: Description
@@ -137,7 +138,7 @@ class ResolvedProfile:
         """The same configuration without the question whether this build can run it; for plans."""
         value = self.value
         return EngineConfig(
-            device="cpu" if self.device is DeviceKind.CPU else "cuda",
+            device="cpu" if self.device is DeviceKind.CPU else f"cuda:{self.device_index}",
             num_threads=value("num_threads"),
             cache=CacheConfig(
                 dtype=CacheDtype(value("kv_dtype")),
@@ -238,6 +239,7 @@ def resolve_record(
         record=record,
         platform=entry,
         device=kind,
+        device_index=_device_index(device),
         hardware=machine,
         settings=settings,
         description=description,
@@ -308,6 +310,14 @@ def _device_kind(machine: Hardware, device: str | None) -> DeviceKind:
     if name not in kinds:
         raise UsageError(f"device {device!r} is not known{nearest(name, (*kinds, 'auto'))}")
     return kinds[name]
+
+
+def _device_index(device: str | None) -> int:
+    """The N of "cuda:N"; 0 where none is named."""
+    _, colon, number = (device or "").partition(":")
+    if colon and not number.isdigit():
+        raise UsageError(f"device {device!r} is not a name like cuda or cuda:1")
+    return int(number or 0)
 
 
 def _snapshot_spacing(description: Description) -> int:
@@ -443,6 +453,7 @@ def _ad_hoc(path: Path, flags: Mapping[str, Any], machine: Hardware, device: str
         record=None,
         platform=None,
         device=kind,
+        device_index=_device_index(device),
         hardware=machine,
         settings=settings,
         description=description,
