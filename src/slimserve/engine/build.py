@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -18,19 +19,22 @@ from slimserve.engine.memory import MemoryProbe
 from slimserve.engine.messages import EngineSpec
 from slimserve.errors import UsageError
 from slimserve.ops.cpu.library import load_or_warn, set_threads
-from slimserve.weights.loader import LoadedModel, load_model
+from slimserve.weights.loader import LoadedModel, load_model, load_source
+from slimserve.weights.synthetic import SyntheticModel, lay_out
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What is decided before the engine's process exists: where the model lies, and the resolved configuration.
 
     `name` names the model in prefix keys; `end_token_ids` end a reply; `config` is encode_config of an EngineConfig.
+    `synthetic` is made on the device instead of reading `path`.
     """
 
     path: str
     name: str
     config: dict[str, Any]
     end_token_ids: list[int] = []
+    synthetic: SyntheticModel | None = None
 
     def spec(self) -> EngineSpec:
         """The settings as a message for an engine process."""
@@ -59,12 +63,7 @@ def build(arguments: dict[str, Any], progress: ProgressCallback) -> LoadedEngine
         if device.type == "cpu" and load_or_warn() is not None:
             set_threads(config.num_threads)
     probe = MemoryProbe(device)
-    loaded = load_model(
-        settings.path,
-        device=device,
-        numerics=config.numerics,
-        progress=lambda done, total: progress("weights", done, total),
-    )
+    loaded = _load(settings, config, device, lambda done, total: progress("weights", done, total))
     probe.mark()
     progress("caches", 0, 0)
     identity = CacheIdentity(settings.name, loaded.fingerprint, f"{config.cache.dtype.value}/{device.type}")
@@ -72,6 +71,15 @@ def build(arguments: dict[str, Any], progress: ProgressCallback) -> LoadedEngine
     probe.mark()
     memory = probe.measure(loaded, engine)
     return LoadedEngine(engine, engine.info(_facts(loaded, config, engine, time.monotonic() - started), memory))
+
+
+def _load(
+    settings: EngineSettings, config: EngineConfig, device: torch.device, progress: Callable[[int, int], None]
+) -> LoadedModel:
+    if settings.synthetic is None:
+        return load_model(settings.path, device=device, numerics=config.numerics, progress=progress)
+    source = lay_out(settings.synthetic).source(device)
+    return load_source(source, device=device, numerics=config.numerics, progress=progress)
 
 
 def check_device(name: str) -> torch.device:
@@ -93,7 +101,7 @@ def _facts(loaded: LoadedModel, config: EngineConfig, engine: Engine, seconds: f
     return {
         "architecture": loaded.source.architecture_name(),
         "device": config.device if loaded.device.type != "cpu" else f"cpu, {torch.get_num_threads()} threads",
-        "weights": f"{weights / 2**20:,.0f} MiB packed",
+        "weights": f"{weights / 2**20:,.0f} MiB packed{', synthetic weights' if loaded.source.identity else ''}",
         "cache": (
             f"{cache.used_bytes / 2**20:,.0f} MiB {config.cache.dtype.value}, "
             f"{engine.cache.max_request_tokens:,} tokens per request, {config.scheduler.max_sequences} at once"

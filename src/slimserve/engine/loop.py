@@ -14,7 +14,7 @@ from slimserve.cache.budget import CacheDemand, CachePlan, full_budget, plan_cac
 from slimserve.cache.manager import CacheManager
 from slimserve.cache.prefix import CacheIdentity
 from slimserve.cache.storage import CacheStorage
-from slimserve.engine.config import Acceptance, EngineConfig
+from slimserve.engine.config import Acceptance, DrafterKind, EngineConfig
 from slimserve.engine.inputs import InputBuffers
 from slimserve.engine.messages import EngineInfo, EngineStats
 from slimserve.engine.request import FinishReason, Request
@@ -22,6 +22,7 @@ from slimserve.engine.runner import Runner, TappedModel
 from slimserve.engine.scheduler import Scheduler
 from slimserve.engine.speculate import Drafter, Observer, SpeculationControl
 from slimserve.engine.speculate.build import DraftSetting, check_speculation, drafter_specs, make_drafter
+from slimserve.engine.speculate.model_drafter import ModelDrafter
 from slimserve.engine.step import RequestOutput, StepPlan, StepResult
 from slimserve.errors import RequestError, RunError
 from slimserve.models.contract import CacheSpec, Model
@@ -30,6 +31,9 @@ logger = logging.getLogger("slimserve.engine")
 
 _MOST_FAILED_STEPS = 8
 """Steps in a row that may fail before the engine counts as broken."""
+
+_FIRST_LENGTH = 3
+"""Drafts with which a drafter that runs a model starts, before anything is measured."""
 
 _SHARE_OF_FREE_MEMORY = 0.5
 """Part of the free memory that caches may take where no budget is given; they take less when less serves."""
@@ -46,11 +50,13 @@ class Engine:
         end_token_ids: frozenset[int] = frozenset(),
         identity: CacheIdentity | None = None,
         drafter: Drafter | None = None,
+        companion: Model | None = None,
     ) -> None:
         """Allocate caches and buffers; raises RefusalError where the budget cannot hold one longest request.
 
         `identity` names model and weights in the prefix index; `end_token_ids` end every reply without ignore_eos.
-        `drafter` takes the place of the one that config.speculation names.
+        `drafter` takes the place of the one that config.speculation names; `companion` is the model of a drafter that
+        has one.
         """
         self.model = model
         self.config = config
@@ -61,9 +67,9 @@ class Engine:
         device = torch.device(config.device)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        check_speculation(model, config)
+        check_speculation(model, config, companion)
         specs = tuple(model.config.caches(config.cache.dtype.torch))
-        own_specs = drafter_specs(model, config) if drafter is None else ()
+        own_specs = drafter_specs(model, config, companion) if drafter is None else ()
         self.cache_plan = plan_engine_cache(model, config, own_specs)
         limits, demand = config.scheduler, self.cache_plan.demand
         storage = CacheStorage((*specs, *own_specs), self.cache_plan, device)
@@ -76,10 +82,27 @@ class Engine:
         )
         speculation = config.speculation
         if drafter is None:
-            drafter = make_drafter(DraftSetting(model, config, self.cache, storage.layers, len(specs), end_token_ids))
+            drafter = make_drafter(
+                DraftSetting(
+                    model,
+                    config,
+                    self.cache,
+                    storage.layers,
+                    len(specs),
+                    end_token_ids,
+                    companion,
+                    free_memory(device),
+                )
+            )
+        self.drafter = drafter
         if isinstance(drafter, Observer) and drafter.taps:
             cast(TappedModel, model).taps = drafter.taps
-        self.control = SpeculationControl(speculation.max_draft, speculation.schedule, measured=speculation.measured)
+        self.control = SpeculationControl(
+            speculation.max_draft,
+            speculation.schedule,
+            measured=speculation.measured,
+            first_length=None if speculation.drafter is DrafterKind.LOOKUP else _FIRST_LENGTH,
+        )
         self.scheduler = Scheduler(
             limits, self.cache, end_token_ids=end_token_ids, drafter=drafter, control=self.control
         )
@@ -126,12 +149,12 @@ class Engine:
         if not self.healthy and not self.scheduler.has_work:
             raise RunError(self._failure)
         plan = None
+        started = time.perf_counter()
         try:
             plan = self.scheduler.plan()
             if not plan.rows:
                 return self.scheduler.take_ended()
             self._num_steps += 1
-            started = time.perf_counter()
             result = self.runner.run(plan)
             self._observe(plan, result, time.perf_counter() - started)
         except Exception as error:
@@ -151,10 +174,13 @@ class Engine:
 
     def _observe(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         """Tell the control of drafting what a step that only decoded cost and brought."""
+        preparation = self.drafter.preparation_seconds if isinstance(self.drafter, ModelDrafter) else 0.0
         if all(row.q_len == 1 + len(row.draft) for row in plan.rows):
-            drafted = any(row.draft for row in plan.rows)
-            num_tokens = sum(len(row.token_ids) for row in result.rows)
-            self.control.observe(len(plan.rows), drafted, num_tokens, seconds)
+            pairs = list(zip(plan.rows, result.rows, strict=True))
+            held = [(len(row.draft), outcome.num_accepted_drafts) for row, outcome in pairs if row.draft]
+            num_tokens = sum(len(outcome.token_ids) for _, outcome in pairs)
+            seconds -= preparation if held else self.scheduler.drafting_seconds
+            self.control.observe(len(plan.rows), bool(held), num_tokens, seconds, held, preparation)
 
     def _break(self, message: str) -> list[RequestOutput]:
         """End everything without touching the caches' books, which may be wrong."""
@@ -194,6 +220,8 @@ class Engine:
     def audit(self) -> None:
         """Raise AssertionError unless all cache memory is owned as the books say."""
         self.cache.audit()
+        if isinstance(self.drafter, ModelDrafter):
+            self.drafter.audit()
 
     def close(self) -> list[RequestOutput]:
         """End all requests; returns their ends. Idempotent."""

@@ -73,6 +73,11 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def drafting_seconds(self) -> float:
+        """What the drafter took when the last step was planned."""
+        return self._drafting.seconds if self._drafting is not None else 0.0
+
+    @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
         return bool(self._waiting or self._running or self._ended)

@@ -7,21 +7,35 @@ from typing import Any
 
 import torch
 
+from slimserve.cache.budget import CacheDemand, full_budget, plan_cache
 from slimserve.cache.manager import CacheManager
+from slimserve.cache.storage import CacheStorage
 from slimserve.engine.config import DrafterKind, EngineConfig
 from slimserve.engine.speculate.contract import Drafter
 from slimserve.engine.speculate.draws import DraftSampler
 from slimserve.engine.speculate.lookup import PromptLookup
+from slimserve.engine.speculate.model_drafter import MOST_READ, ModelDrafter
 from slimserve.engine.speculate.nextn import NextNDrafter
 from slimserve.errors import RefusalError, UsageError
 from slimserve.layers.contract import Caches
-from slimserve.models.contract import CacheSpec, Model
+from slimserve.models.contract import CacheKind, CacheSpec, Model
 from slimserve.models.recurrent import MAX_DRAFT_TOKENS
+
+WITH_COMPANION = (DrafterKind.MODEL,)
+"""Drafters that come with a model of their own."""
+
+_SHARE = 0.25
+"""Part of the memory that is free behind everything else that a drafting model's caches may take."""
+
+_PADDING = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class DraftSetting:
-    """What a drafter is built into: the target, its caches (the drafter's groups from `first_group` on)."""
+    """What a drafter is built into: the target, its caches (the drafter's groups from `first_group` on).
+
+    `companion` is the drafter's own model, loaded; free_bytes is the memory that its own caches may be taken from.
+    """
 
     model: Model
     config: EngineConfig
@@ -29,9 +43,22 @@ class DraftSetting:
     caches: Caches
     first_group: int
     end_token_ids: frozenset[int]
+    companion: Model | None
+    free_bytes: int
+
+    @property
+    def device(self) -> torch.device:
+        """Where everything runs."""
+        return torch.device(self.config.device)
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the largest step."""
+        limits = self.config.scheduler
+        return limits.token_budget + limits.max_sequences * (1 + self.config.speculation.max_draft)
 
 
-def check_speculation(model: Model, config: EngineConfig) -> None:
+def check_speculation(model: Model, config: EngineConfig, companion: Model | None) -> None:
     """Raise UsageError or RefusalError where the model cannot be drafted for as configured."""
     speculation = config.speculation
     if not 1 <= speculation.max_draft <= MAX_DRAFT_TOKENS:
@@ -41,9 +68,30 @@ def check_speculation(model: Model, config: EngineConfig) -> None:
             f"drafter nextn needs an MTP layer, and this {model.config.architecture} model has none in its files; "
             "use the drafter lookup, or none"
         )
+    needed = speculation.drafter in WITH_COMPANION
+    if needed != (companion is not None):
+        kind = speculation.drafter.value
+        raise UsageError(
+            f"drafter {kind} needs a model of its own; name its path" if needed else f"drafter {kind} takes no model"
+        )
+    if speculation.drafter is DrafterKind.MODEL:
+        assert companion is not None
+        _check_small_model(model, config, companion)
 
 
-def drafter_specs(model: Model, config: EngineConfig) -> tuple[CacheSpec, ...]:
+def _check_small_model(model: Model, config: EngineConfig, companion: Model) -> None:
+    own, other = model.config.vocab_size, companion.config.vocab_size
+    # Tables of one vocabulary may be padded to different sizes; a different vocabulary is another thing.
+    if abs(own - other) > _PADDING:
+        raise RefusalError(f"the drafting model has {other} tokens and the model {own}: they need the same vocabulary")
+    if any(spec.kind is CacheKind.RECURRENT for spec in companion.config.caches(config.cache.dtype.torch)):
+        raise RefusalError(
+            f"the drafting model ({companion.config.architecture}) has recurrent layers, which cannot take back drafts "
+            "one by one; choose a model with attention layers only"
+        )
+
+
+def drafter_specs(model: Model, config: EngineConfig, companion: Model | None) -> tuple[CacheSpec, ...]:
     """Cache groups that the drafter adds to the model's own."""
     if config.speculation.drafter is DrafterKind.NEXTN:
         own: Any = model.config
@@ -53,20 +101,45 @@ def drafter_specs(model: Model, config: EngineConfig) -> tuple[CacheSpec, ...]:
 
 def make_drafter(setting: DraftSetting) -> Drafter | None:
     """The configured drafter; None for no drafting."""
-    model, config = setting.model, setting.config
-    speculation, limits = config.speculation, config.scheduler
+    speculation = setting.config.speculation
     if speculation.drafter is DrafterKind.LOOKUP:
         return PromptLookup(speculation.max_draft)
     if speculation.drafter is DrafterKind.NEXTN:
-        return NextNDrafter(
-            model,
-            setting.cache,
-            setting.caches,
-            drafter_specs(model, config),
-            setting.first_group,
-            DraftSampler(speculation, model.config.vocab_size, setting.end_token_ids),
-            max_tokens=limits.token_budget + limits.max_sequences * (1 + speculation.max_draft),
-            device=torch.device(config.device),
-            dtype=config.numerics.activation_dtype,
-        )
+        return _nextn(setting)
+    if speculation.drafter is DrafterKind.MODEL:
+        return _model_drafter(setting)
     return None
+
+
+def _sampler(setting: DraftSetting, vocab_size: int) -> DraftSampler:
+    return DraftSampler(setting.config.speculation, vocab_size, setting.end_token_ids)
+
+
+def _nextn(setting: DraftSetting) -> NextNDrafter:
+    model = setting.model
+    return NextNDrafter(
+        model,
+        setting.cache,
+        setting.caches,
+        drafter_specs(model, setting.config, None),
+        setting.first_group,
+        _sampler(setting, model.config.vocab_size),
+        max_tokens=setting.max_tokens,
+        device=setting.device,
+        dtype=setting.config.numerics.activation_dtype,
+    )
+
+
+def _model_drafter(setting: DraftSetting) -> ModelDrafter:
+    companion, config = setting.companion, setting.config
+    assert companion is not None, "checked before"
+    specs = tuple(companion.config.caches(config.cache.dtype.torch))
+    target = setting.cache.plan.demand
+    demand = CacheDemand(
+        target.max_sequences, min(target.max_context, companion.config.max_context), MOST_READ, target.snapshot_spacing
+    )
+    plan = plan_cache(specs, demand, min(full_budget(specs, demand), int(setting.free_bytes * _SHARE)))
+    storage = CacheStorage(specs, plan, setting.device)
+    cache = CacheManager(specs, plan, storage=storage, prefix_caching=config.cache.prefix_caching)
+    vocab_size = min(setting.model.config.vocab_size, companion.config.vocab_size)
+    return ModelDrafter(companion, cache, storage.layers, specs, _sampler(setting, vocab_size), device=setting.device)

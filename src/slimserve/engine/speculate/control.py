@@ -1,8 +1,9 @@
-"""Whether drafting pays at the present load: measured, per batch size, with hysteresis."""
+"""Whether drafting pays at the present load, and how far: measured, per batch size, with hysteresis."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 _SMOOTHING = 0.1
 """Weight of a new step in the running means."""
@@ -12,90 +13,217 @@ _LEAST_STEPS = 4
 
 _GIVE_UP_BELOW = 1.0
 _TRY_AGAIN_ABOVE = 1.05
+_CHANGE_ABOVE = 1.04
+"""How much better another draft length must look, or prove, before it replaces the present one."""
+
+_REVIEW_EVERY = 16
+"""Drafting steps between looks at the draft length."""
+
 _PROBE_EVERY = 64
 """Steps between probes of a bucket that is switched off (a probe at twice the cost of a plain step takes 1.6 % of the
-time), and between plain steps of one that is switched on (the yardstick moves with context and company)."""
+time; dearer ones come as much more rarely), and between plain steps of one that is switched on (the yardstick moves
+with context and company)."""
+
+_FRESH_STEPS = 512
+"""Drafting steps after which what was measured at another draft length counts as forgotten: texts change."""
+
+_DEBT_STEPS = 32
+"""Drafting steps that share what the drafter took once to read a request's prompt."""
+
+
+@dataclass(slots=True)
+class _Mean:
+    """Running means over steps: seconds of a step, tokens that a row gained."""
+
+    seconds: float = 0.0
+    tokens: float = 1.0
+    steps: int = 0
+    seen_at: int = 0
+
+    def add(self, seconds: float, tokens: float = 1.0) -> None:
+        """Plain at first, then forgetting."""
+        weight = max(_SMOOTHING, 1.0 / (self.steps + 1))
+        self.seconds += (seconds - self.seconds) * weight
+        self.tokens += (tokens - self.tokens) * weight
+        self.steps += 1
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """Means of one range of batch sizes: seconds and tokens per row of steps without and with drafts."""
+    """One range of batch sizes. `acceptance[i]` is the share of drafts at position i that held, of those reached."""
 
-    plain_seconds: float = 0.0
-    plain_steps: int = 0
-    draft_seconds: float = 0.0
-    draft_tokens: float = 0.0
-    draft_steps: int = 0
+    length: int
+    plain: _Mean = field(default_factory=_Mean)
+    drafted: dict[int, _Mean] = field(default_factory=dict)
+    acceptance: list[float] = field(default_factory=list)
     on: bool = True
+    asked: int = 0
     since_other: int = 0
+    probe_after: float = _PROBE_EVERY
+    since_review: int = 0
+    debt: float = 0.0
+    clock: int = 0
 
     @property
     def gain(self) -> float:
-        """Tokens per second with drafts over those without; 1 while too little is known."""
-        if self.plain_steps < _LEAST_STEPS or self.draft_steps < _LEAST_STEPS or self.draft_seconds <= 0:
-            return 1.0
-        return self.draft_tokens * self.plain_seconds / self.draft_seconds
+        """Tokens per second with drafts of the present length over those without; 1 while too little is known."""
+        return self.gain_of(self.length) or 1.0
+
+    def gain_of(self, length: int) -> float | None:
+        """The same for another length: measured, or foreseen from acceptance and the cost of a measured length."""
+        if self.plain.steps < _LEAST_STEPS:
+            return None
+        known = self.drafted.get(length)
+        if known is not None and length != self.length and self.clock - known.seen_at > _FRESH_STEPS:
+            known = None
+        if known is not None and known.steps >= _LEAST_STEPS:
+            return known.tokens * self.plain.seconds / known.seconds if known.seconds > 0 else None
+        base = self.drafted.get(self.length)
+        if base is None or base.steps < _LEAST_STEPS or len(self.acceptance) < min(length, self.length):
+            return None
+        # A step grows with its drafted rows: linear between no draft and the present length.
+        seconds = self.plain.seconds + (base.seconds - self.plain.seconds) * length / self.length
+        tokens = base.tokens + self._expected(length) - self._expected(self.length)
+        return tokens * self.plain.seconds / seconds if seconds > 0 else None
+
+    def _expected(self, length: int) -> float:
+        """Tokens of a row with `length` drafts; positions never drafted are taken to hold like the last known one."""
+        total = reached = 1.0
+        for i in range(length):
+            reached *= self.acceptance[min(i, len(self.acceptance) - 1)]
+            total += reached
+        return total
+
+    def note_acceptance(self, held: Sequence[tuple[int, int]]) -> None:
+        """(drafted, accepted) of each row."""
+        for drafted, accepted in held:
+            for i in range(min(drafted, accepted + 1)):
+                value = 1.0 if i < accepted else 0.0
+                if i < len(self.acceptance):
+                    self.acceptance[i] += (value - self.acceptance[i]) * _SMOOTHING / 4
+                else:
+                    self.acceptance.append(0.5 + (value - 0.5) * 0.5)
 
 
 class SpeculationControl:
-    """Turns drafting off where it costs more than it brings, and looks again now and then.
+    """Turns drafting up, down or off by what it costs and brings, and looks again now and then.
 
     A fixed schedule, rows of (from, to, k) over the number of decoding requests, bounds the draft length; ranges that
     no row names use max_draft. What it decides changes how fast a reply comes, never what it says.
     """
 
     def __init__(
-        self, max_draft: int, schedule: tuple[tuple[int, int, int], ...] = (), *, measured: bool = True
+        self,
+        max_draft: int,
+        schedule: tuple[tuple[int, int, int], ...] = (),
+        *,
+        measured: bool = True,
+        first_length: int | None = None,
     ) -> None:
-        """`measured` False keeps drafting on whatever it costs."""
+        """`measured` False keeps drafting at full length whatever it costs; `first_length` is where it starts."""
         self._max_draft = max_draft
+        self._first_length = min(max_draft, first_length or max_draft)
         self._schedule = schedule
         self._measured = measured
         self._buckets: dict[int, _Bucket] = {}
         self.num_switches = 0
+        self.num_length_changes = 0
 
-    def draft_length(self, num_rows: int) -> int:
-        """Most drafted tokens per request when num_rows requests decode; 0 = decode plainly."""
+    def limit(self, num_rows: int) -> int:
+        """The most that the schedule allows when num_rows requests decode."""
         limit = self._max_draft
         for first, last, count in self._schedule:
             if first <= num_rows <= last:
                 limit = min(limit, count)
+        return limit
+
+    def draft_length(self, num_rows: int) -> int:
+        """Most drafted tokens per request when num_rows requests decode; 0 = decode plainly."""
+        limit = self.limit(num_rows)
         if not limit or not self._measured:
             return limit
         bucket = self._bucket(num_rows)
-        if bucket.plain_steps < _LEAST_STEPS:
+        bucket.asked = 0
+        if bucket.plain.steps < _LEAST_STEPS:
             return 0  # the plain step is the yardstick: measure it first
         bucket.since_other += 1
-        probe = bucket.since_other >= _PROBE_EVERY
-        return limit if bucket.on != probe else 0
+        probe = bucket.since_other >= (_PROBE_EVERY if bucket.on else bucket.probe_after)
+        if bucket.on != probe:
+            bucket.asked = min(limit, bucket.length)
+        return bucket.asked
 
-    def observe(self, num_rows: int, drafted: bool, num_tokens: int, seconds: float) -> None:
-        """Account for a step that only decoded: num_rows requests gained num_tokens tokens in `seconds`."""
+    def observe(
+        self,
+        num_rows: int,
+        drafted: bool,
+        num_tokens: int,
+        seconds: float,
+        held: Sequence[tuple[int, int]] = (),
+        preparation: float = 0.0,
+    ) -> None:
+        """Account for a step that only decoded: num_rows requests gained num_tokens tokens in `seconds`.
+
+        `held`: (drafted, accepted) of the rows with drafts. `preparation`: seconds, not part of `seconds`, that the
+        drafter took to read what it did not know yet; following drafts share them.
+        """
         bucket = self._bucket(num_rows)
+        bucket.debt += preparation
         if drafted != bucket.on:
             bucket.since_other = 0
         if not drafted:
-            bucket.plain_seconds = _mean(bucket.plain_seconds, seconds, bucket.plain_steps)
-            bucket.plain_steps += 1
+            bucket.plain.add(seconds)
             return
-        bucket.draft_seconds = _mean(bucket.draft_seconds, seconds, bucket.draft_steps)
-        bucket.draft_tokens = _mean(bucket.draft_tokens, num_tokens / num_rows, bucket.draft_steps)
-        bucket.draft_steps += 1
+        length = bucket.asked or min(self.limit(num_rows), bucket.length)
+        share = bucket.debt / _DEBT_STEPS
+        bucket.debt -= share
+        tokens = num_tokens / num_rows
+        bucket.clock += 1
+        mean = bucket.drafted.setdefault(length, _Mean())
+        mean.add(seconds + share, tokens)
+        mean.seen_at = bucket.clock
+        bucket.note_acceptance(held)
+        if bucket.plain.seconds > 0:
+            lost = (seconds + bucket.debt) / bucket.plain.seconds - tokens
+            bucket.probe_after = _PROBE_EVERY * max(1.0, lost)
+        self._switch(bucket)
+        self._review(bucket, self.limit(num_rows))
+
+    def _switch(self, bucket: _Bucket) -> None:
         if bucket.on and bucket.gain < _GIVE_UP_BELOW:
-            bucket.on = False
-            self.num_switches += 1
+            bucket.since_review = _REVIEW_EVERY  # a shorter draft may still pay
+            if not self._best_other(bucket, range(1, bucket.length), _GIVE_UP_BELOW):
+                bucket.on = False
+                self.num_switches += 1
         elif not bucket.on and bucket.gain > _TRY_AGAIN_ABOVE:
             bucket.on = True
             self.num_switches += 1
+
+    def _review(self, bucket: _Bucket, limit: int) -> None:
+        """Move to another draft length where it promises, or has shown, clearly more."""
+        bucket.since_review += 1
+        if bucket.since_review < _REVIEW_EVERY or not bucket.on:
+            return
+        bucket.since_review = 0
+        lengths = {bucket.length // 2, bucket.length - 1, bucket.length + 1, 2 * bucket.length}
+        best = self._best_other(bucket, sorted(k for k in lengths if 1 <= k <= limit), bucket.gain * _CHANGE_ABOVE)
+        if best:
+            bucket.length = best
+            self.num_length_changes += 1
+
+    @staticmethod
+    def _best_other(bucket: _Bucket, lengths: Sequence[int], above: float) -> int:
+        """The length of the largest gain beyond `above`; 0 where there is none."""
+        gains = {k: gain for k in lengths if k != bucket.length and (gain := bucket.gain_of(k)) is not None}
+        best = max(gains, key=lambda k: gains[k], default=0)
+        return best if best and gains[best] > above else 0
 
     def gains(self) -> dict[int, float]:
         """Measured gain per bucket, named by its largest batch size."""
         return {1 << number: bucket.gain for number, bucket in sorted(self._buckets.items())}
 
+    def lengths(self) -> dict[int, int]:
+        """Present draft length per bucket, named by its largest batch size; 0 = off."""
+        return {1 << number: bucket.length if bucket.on else 0 for number, bucket in sorted(self._buckets.items())}
+
     def _bucket(self, num_rows: int) -> _Bucket:
-        return self._buckets.setdefault(max(0, num_rows - 1).bit_length(), _Bucket())
-
-
-def _mean(mean: float, value: float, count: int) -> float:
-    """A running mean that is plain at first and forgets later."""
-    return mean + (value - mean) * max(_SMOOTHING, 1.0 / (count + 1))
+        return self._buckets.setdefault(max(0, num_rows - 1).bit_length(), _Bucket(self._first_length))

@@ -24,7 +24,7 @@ class DraftSampler:
     def __init__(self, config: SpeculationConfig, vocab_size: int, end_token_ids: frozenset[int]) -> None:
         self._rejects = config.acceptance is Acceptance.REJECTION
         self._greedy = config.draw is DraftDraw.GREEDY and not self._rejects
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._end_token_ids = end_token_ids
         self._kept: dict[str, list[Distribution]] = {}
 
@@ -45,8 +45,8 @@ class DraftSampler:
         """Tokens [R] int64 for logits [R, V] float32, `offset` drafts behind the committed tokens, where logits are."""
         rows = [self.row(request, offset) for request in requests]
         if not self._rejects:
-            return sample(logits, build_batch(rows, self._vocab_size)).token_ids
-        batch = build_batch(rows, self._vocab_size, Purpose.DRAFT)
+            return sample(logits, build_batch(rows, self.vocab_size)).token_ids
+        batch = build_batch(rows, self.vocab_size, Purpose.DRAFT)
         table = logits.cpu().numpy()
         tokens = []
         for r, (row, edit) in enumerate(zip(rows, batch.edits, strict=True)):

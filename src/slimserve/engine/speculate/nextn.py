@@ -21,9 +21,10 @@ from slimserve.engine.inputs import InputBuffers, InputRow
 from slimserve.engine.request import Request
 from slimserve.engine.speculate.distribution import Distribution
 from slimserve.engine.speculate.draws import DraftSampler
+from slimserve.engine.speculate.recursion import draft_one_by_one
 from slimserve.engine.speculate.tracking import RING, Track, Tracker
 from slimserve.engine.step import StepPlan, StepResult
-from slimserve.layers.contract import BLOCK_TOKENS, Caches, GroupInput, StepInput
+from slimserve.layers.contract import Caches, StepInput
 from slimserve.models.contract import CacheSpec
 
 
@@ -100,30 +101,16 @@ class NextNDrafter:
         return proposals
 
     def _draft(self, requests: Sequence[Request], tracks: Sequence[Track], limits: Sequence[int]) -> list[list[int]]:
-        """`limits` fall: rows that have drafted enough leave the batch at its end."""
-        self._sampler.start(requests)
+        def first_step(num_rows: int) -> StepInput:
+            rows = [InputRow(track.sequence, track.known, (0,)) for track in tracks[:num_rows]]
+            return self._single.fill_rows(rows, self._cache)
+
+        def forward(tokens: torch.Tensor, hidden: torch.Tensor, step: StepInput) -> torch.Tensor:
+            out: torch.Tensor = self._layer(tokens, hidden, step, self._caches)
+            return out
+
         hidden = self._heads[self._slots(tracks)]  # [R, H]
-        step: StepInput | None = None
-        drawn: list[torch.Tensor] = []
-        for offset in range(limits[0]):
-            tokens = self._sampler.draw(self._model.logits(hidden), requests[: hidden.shape[0]], offset)
-            drawn.append(tokens)
-            rows = sum(limit > offset + 1 for limit in limits)
-            if not rows:
-                break
-            if step is None:
-                singles = [InputRow(track.sequence, track.known, (0,)) for track in tracks[:rows]]
-                step = self._single.fill_rows(singles, self._cache)
-            else:
-                step = following(step, rows)
-            hidden = self._layer(tokens[:rows].to(torch.int32), hidden[:rows], step, self._caches)
-        flat = torch.cat(drawn).tolist()
-        result: list[list[int]] = [[] for _ in requests]
-        for tokens in drawn:
-            for r in range(tokens.shape[0]):
-                result[r].append(flat[r])
-            del flat[: tokens.shape[0]]
-        return result
+        return draft_one_by_one(requests, limits, hidden, self._sampler, self._model.logits, first_step, forward)
 
     def distributions(self, request_id: str) -> Sequence[Distribution]:
         """See Probabilistic."""
@@ -133,30 +120,3 @@ class NextNDrafter:
         """See Drafter."""
         self._tracker.release(request_id)
         self._sampler.release(request_id)
-
-
-def following(step: StepInput, num_rows: int) -> StepInput:
-    """The first num_rows rows of a step of single tokens, one position on; made on the device."""
-    positions = step.positions[:num_rows] + 1
-    groups = []
-    for group in step.groups:
-        if not group.slots.numel():
-            groups.append(group)
-            continue
-        table = group.block_table[:num_rows]
-        pages = table.gather(1, (positions // BLOCK_TOKENS).unsqueeze(1)).squeeze(1).long()
-        slots = pages * BLOCK_TOKENS + positions % BLOCK_TOKENS
-        opened = group.open_index[:num_rows] if group.open_index.numel() else group.open_index
-        groups.append(GroupInput(block_table=table, slots=slots, open_index=opened))
-    return StepInput(
-        token_ids=step.token_ids[:num_rows],
-        positions=positions,
-        row_offsets=step.row_offsets[: num_rows + 1],
-        start_positions=step.start_positions[:num_rows] + 1,
-        logit_indices=step.logit_indices[:num_rows],
-        groups=tuple(groups),
-        num_rows=num_rows,
-        num_tokens=num_rows,
-        max_q_len=1,
-        max_context=step.max_context + 1,
-    )
