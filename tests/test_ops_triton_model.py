@@ -34,16 +34,16 @@ def triton_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("triton_everywhere")
-@pytest.mark.parametrize("case", list(tiny_models.CASES) if ON_DEVICE else ["qwen2-tied", "gemma3-scaled"])
+@pytest.mark.parametrize("case", list(tiny_models.CASES) if ON_DEVICE else ["gemma3-scaled"])
 def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
     model = tiny_models.build(case)
-    tokens = torch.randint(0, model.config.vocab_size, (150 if ON_DEVICE else 75,)).tolist()
+    tokens = torch.randint(0, model.config.vocab_size, (150 if ON_DEVICE else 72,)).tolist()
     with torch.inference_mode():
         expected = model(torch.tensor([tokens])).logits[0].float()
     loaded = load_model(tiny_models.save_folder(model, tmp_path), numerics=NumericsConfig(), device=DEVICE)
     driver = StepDriver(loaded.model, device=DEVICE)
     sequence = driver.new()
-    cut = len(tokens) - 5
+    cut = len(tokens) - (5 if ON_DEVICE else 2)
     parts = [driver.step([(sequence, tokens[:cut])], every_logit=True)]
     parts += [driver.step([(sequence, tokens[i : i + 1])], every_logit=True) for i in range(cut, len(tokens))]
     got = torch.cat(parts).cpu()

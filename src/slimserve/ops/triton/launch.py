@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 
@@ -20,6 +22,7 @@ def next_power(value: int) -> int:
     return int(triton.next_power_of_2(value))
 
 
+@functools.cache
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a CUDA device; 1 under Triton's interpreter, where kernels run on CPU tensors."""
     if device.type != "cuda":
