@@ -134,16 +134,19 @@ def fit_line(plan: MemoryPlan) -> str:
 
 
 def _is_here(profile: ResolvedProfile) -> bool:
-    """Whether every file lies in the cache with its size (hashes are verified at use)."""
-    folder = fetch.FetchSettings.from_environment().models
-    for source in profile.files:
-        path = folder / source.relative
-        bundled = [place for place in source.places if isinstance(place, fetch.BundledPlace)]
-        if path.is_file() and path.stat().st_size == source.num_bytes:
-            continue
-        if not any(fetch.locate(source) for _ in bundled[:1]):
-            return False
-    return bool(profile.files)
+    """Whether every file lies here with its size (hashes are verified at use, and other bytes are refused there)."""
+    try:
+        return bool(profile.files) and all(_lies_here(source) for source in profile.files)
+    except SlimServeError:
+        return False
+
+
+def _lies_here(source: fetch.FileSource) -> bool:
+    path = fetch.FetchSettings.from_environment().models / source.relative
+    if path.is_file() and path.stat().st_size == source.num_bytes:
+        return True
+    bundled = any(isinstance(place, fetch.BundledPlace) for place in source.places)
+    return bundled and fetch.locate(source) is not None
 
 
 def list_lines(rows: tuple[Row, ...]) -> list[str]:
