@@ -135,6 +135,21 @@ def test_a_row_does_not_depend_on_the_number_of_rows(name: str, monkeypatch: pyt
         assert same(out, results[len(COUNTS) - 1][: out.shape[0]])
 
 
+@pytest.mark.skipif(not ON_DEVICE, reason="tile shapes only differ on a device")
+@pytest.mark.parametrize("name", ["Q4_K", "Q8_0", "NVFP4", "Q6_K", "BF16"])
+def test_every_tile_gives_the_same_bits(name: str) -> None:
+    torch.manual_seed(4)
+    weight = random_weight(name, 700, 5120)
+    served = kernels.TritonLinear(weight, torch.device(DEVICE), NumericsConfig())
+    x = torch.randn(40, 5120).bfloat16().to(DEVICE)
+    expected = torch.empty(40, 700, device=DEVICE)
+    served.run(x, expected, kernels.NARROW)
+    for tile in (*kernels.TILES, *kernels.SWEEP):
+        out = torch.full((40, 700), math.nan, device=DEVICE)
+        served.run(x, out, tile)
+        assert torch.equal(out, expected), tile
+
+
 def test_extreme_activations_stay_finite() -> None:
     weight = random_weight("Q4_K", 20, 256)
     x = (torch.randn(2, 256) * 1e4).bfloat16()
