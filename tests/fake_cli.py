@@ -22,7 +22,9 @@ from slimserve.engine.messages import EngineSpec
 def fake_opener(fake: dict[str, Any]) -> Any:
     """A stand-in for opening.open_model."""
 
-    def open_model(profile: str | None, model: str | None, flags: EngineFlags, *, serving: bool) -> Opened:
+    def open_model(
+        profile: str | None, model: str | None, flags: EngineFlags, *, serving: bool, weights: str | None = None
+    ) -> Opened:
         text = FakeText()
         if not fake.get("chat", True):
             text.chat_problem = "the file holds no chat template"

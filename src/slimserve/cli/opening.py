@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slimserve.cli.terminal import ask, is_interactive, say
 from slimserve.engine.messages import EngineInfo, EngineSpec
 from slimserve.errors import UsageError
 from slimserve.plan.memory import MemoryPlan
 from slimserve.serve.text import TextModel
+
+if TYPE_CHECKING:
+    from slimserve.profiles.resolve import ResolvedProfile
+    from slimserve.serve.model_text import ModelText
+    from slimserve.weights.synthetic import SyntheticModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,37 +70,55 @@ class Opened:
                 say(f"  {line}")
 
 
-def open_model(profile: str | None, model: str | None, flags: EngineFlags, *, serving: bool) -> Opened:
+def open_model(
+    profile: str | None, model: str | None, flags: EngineFlags, *, serving: bool, weights: str | None = None
+) -> Opened:
     """Resolve, check that it fits, fetch what is missing, read tokenizer and template. Nothing is loaded yet.
 
-    A chat runs one sequence at a time unless a flag says otherwise.
+    A chat runs one sequence at a time unless a flag says otherwise. `weights` "synthetic" fetches nothing: the engine
+    makes the weights on its device.
     """
     from slimserve.engine.build import EngineSettings, encode_config
-    from slimserve.fetch import TerminalProgress
     from slimserve.profiles.planning import admit
     from slimserve.profiles.resolve import resolve
-    from slimserve.serve.model_text import model_text
-    from slimserve.weights.source import open_source
 
     device = None if flags.device in (None, "auto") else flags.device
     resolved = resolve(profile, model=model, flags=flags.settings(), device=device)
     alone = {} if serving or flags.max_seqs is not None else {"max_sequences": 1}
     config, plan = admit(resolve(profile, model=model, flags={**flags.settings(), **alone}, device=device))
-    path = resolved.model_path(TerminalProgress())
-    source = open_source(Path(path))
-    text = model_text(
-        source,
-        resolved.description.vocab_size,
-        reasoning=resolved.reasoning_parser,
-        calls=resolved.tool_parser,
-    )
+    path, text, synthetic = _files_or_made(resolved, weights)
     names = (resolved.served_name, resolved.name) if resolved.served_name != resolved.name else (resolved.name,)
     spec = EngineSettings(
-        path=str(path), name=resolved.name, config=encode_config(config), end_token_ids=sorted(text.end_token_ids)
+        path=path,
+        name=resolved.name,
+        config=encode_config(config),
+        end_token_ids=sorted(text.end_token_ids),
+        synthetic=synthetic,
     ).spec()
-    status = f"{resolved.status.value}: {resolved.status_reason}"
+    status = f"{resolved.status.value}: {resolved.status_reason}" if synthetic is None else "synthetic weights"
     title = f"{resolved.title} [{status}]"
     return Opened(text, spec, names, title, resolved.sampling, tuple(text.describe()), plan, serving)
+
+
+def _files_or_made(resolved: ResolvedProfile, weights: str | None) -> tuple[str, ModelText, SyntheticModel | None]:
+    """(path, text side, what to make): a model's files, fetched where missing, or synthetic weights and no path."""
+    from slimserve.fetch import TerminalProgress
+    from slimserve.profiles.synthetic import SYNTHETIC, synthetic_model
+    from slimserve.serve.model_text import metadata_text, model_text
+    from slimserve.weights.source import open_source
+    from slimserve.weights.tokenizer.stand_in import stand_in_metadata
+
+    vocab_size = resolved.description.vocab_size
+    formats = {"reasoning": resolved.reasoning_parser, "calls": resolved.tool_parser}
+    if weights is None:
+        path = resolved.model_path(TerminalProgress())
+        return str(path), model_text(open_source(Path(path)), vocab_size, **formats), None
+    if weights != SYNTHETIC:
+        raise UsageError(f"--weights {weights!r} is not known; the only value is {SYNTHETIC}")
+    if resolved.record is None or resolved.path is not None:
+        raise UsageError("--weights synthetic makes the weights of a profile; leave out --model")
+    made = synthetic_model(resolved.record)
+    return "", metadata_text(stand_in_metadata(vocab_size), vocab_size, **formats), made
 
 
 def pick_profile() -> str:

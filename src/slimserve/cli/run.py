@@ -23,6 +23,9 @@ def command(
     model: Annotated[
         str | None, typer.Option("--model", metavar="PATH", help="A GGUF file or a model folder instead.")
     ] = None,
+    weights: Annotated[
+        str | None, typer.Option("--weights", help="synthetic: random weights at the profile's real geometry.")
+    ] = None,
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="One answer; - reads standard input.")
     ] = None,
@@ -86,7 +89,7 @@ def command(
         speculate=not no_spec,
     )
     text = None if prompt is None else (read_all_input() if prompt == "-" else prompt)
-    opened = open_model(profile, model, flags, serving=serve)
+    opened = open_model(profile, model, flags, serving=serve, weights=weights)
     if serve:
         _serve(opened, host, port, api_key, tuple(served_name or ()), quiet)
         return

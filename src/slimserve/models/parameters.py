@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -10,6 +11,13 @@ from slimserve import ops
 from slimserve.errors import FormatError
 from slimserve.ops import Activations, ExpertWeights, LinearWeight, NumericsConfig
 from slimserve.quant.tensor import PackedTensor
+
+
+@dataclass(frozen=True, slots=True)
+class MadeTensor:
+    """A tensor that `make` produces when it is taken: a model whose tensors are made need not hold them all twice."""
+
+    make: Callable[[], PackedTensor]
 
 
 class Parameters:
@@ -20,15 +28,17 @@ class Parameters:
 
     def __init__(
         self,
-        tensors: Mapping[str, PackedTensor],
+        tensors: Mapping[str, PackedTensor | MadeTensor],
         *,
         device: torch.device,
         numerics: NumericsConfig,
         progress: Callable[[int, int], None] | None = None,
+        total_bytes: int = 0,
     ) -> None:
+        """`total_bytes`: what `progress` counts up to."""
         self._tensors = dict(tensors)
         self._progress = progress
-        self._total_bytes = sum(tensor.num_bytes for tensor in self._tensors.values())
+        self._total_bytes = total_bytes
         self._taken_bytes = 0
         self._kept_bytes = 0
         self.device = device
@@ -54,6 +64,8 @@ class Parameters:
         tensor = self._tensors.pop(name, None)
         if tensor is None:
             raise FormatError(f"parameter {name} is not loaded or was taken twice")
+        if isinstance(tensor, MadeTensor):
+            tensor = tensor.make()
         self._report(tensor)
         return tensor
 
@@ -78,6 +90,8 @@ class Parameters:
             raise FormatError(f"parameter {name} is not loaded")
         if name not in self._tables:
             packed = self._tensors[name]
+            if isinstance(packed, MadeTensor):
+                packed = packed.make()
             self._report(packed)
             table = ops.prepare_table(packed, device=self.device, numerics=self.numerics)
             self._tables[name] = table
@@ -103,7 +117,7 @@ class Parameters:
         """The output head: its own matrix, or the embedding table `tied_to`."""
         if tied_to is None:
             return self.linear(name)
-        table = self._tables.get(tied_to, self._tensors[tied_to])
+        table = self.table(tied_to)
         if isinstance(table, LinearWeight):
             return table
         return self._prepare(name, [table], (name,))

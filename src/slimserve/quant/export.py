@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +59,18 @@ def _group(kind: SchemeKind, targets: Sequence[str]) -> dict[str, Any]:
 def _pattern(module: str) -> str:
     """A module name as compressed-tensors' pattern, with or without the wrapper that multimodal classes put around."""
     return "re:^" + re.escape(module).replace(r"language_model\.", r"(language_model\.)?") + "$"
+
+
+def mixed_quantization_config(modules: Mapping[SchemeKind, Sequence[str]], ignored: Sequence[str]) -> dict[str, Any]:
+    """The `quantization_config` of a checkpoint with several compressed-tensors schemes, module by module."""
+    groups = {
+        f"group_{number}": _group(kind, [_pattern(name) for name in names])
+        for number, (kind, names) in enumerate(modules.items())
+    }
+    forms = {group["format"] for group in groups.values()}
+    common = {"quant_method": "compressed-tensors", "quantization_status": "compressed"}
+    form = forms.pop() if len(forms) == 1 else "mixed-precision"
+    return common | {"format": form, "config_groups": groups, "ignore": [_pattern(name) for name in ignored]}
 
 
 def quantization_config(kind: SchemeKind, modules: Sequence[str], ignored: Sequence[str]) -> dict[str, Any]:

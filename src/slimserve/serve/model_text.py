@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from slimserve.serve.detokenize import Detokenizer
@@ -150,9 +150,14 @@ def _markup_ids(tokenizer: Tokenizer, reasoning: ReasoningFormat | None, calls: 
 def model_text(source: Source, vocab_size: int, *, reasoning: str = "", calls: str = "") -> ModelText:
     """The text side of an opened model; raises FormatError for damaged tokenizer files, UsageError for formats."""
     if source.container is Container.GGUF:
-        tokenizer = tokenizer_from_gguf(source.metadata)
-        template = chat_template_from_gguf(source.metadata, tokenizer)
-    else:
-        tokenizer = tokenizer_from_folder(source.folder)
-        template = chat_template_from_folder(source.folder, tokenizer)
+        return metadata_text(source.metadata, vocab_size, reasoning=reasoning, calls=calls)
+    tokenizer = tokenizer_from_folder(source.folder)
+    template = chat_template_from_folder(source.folder, tokenizer)
+    return ModelText(tokenizer, template, vocab_size, reasoning=reasoning, calls=calls)
+
+
+def metadata_text(metadata: Mapping[str, Any], vocab_size: int, *, reasoning: str = "", calls: str = "") -> ModelText:
+    """The text side that GGUF keys describe; raises as `model_text` does."""
+    tokenizer = tokenizer_from_gguf(metadata)
+    template = chat_template_from_gguf(metadata, tokenizer)
     return ModelText(tokenizer, template, vocab_size, reasoning=reasoning, calls=calls)

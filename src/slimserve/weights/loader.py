@@ -10,13 +10,14 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from slimserve.errors import FormatError
 from slimserve.models.contract import Model, ModelConfig, ParameterSpec, Role
-from slimserve.models.parameters import Parameters
+from slimserve.models.parameters import MadeTensor, Parameters
 from slimserve.models.registry import Architecture, find_gguf, find_hf
 from slimserve.ops import NumericsConfig
 from slimserve.quant.scales import check_weight
@@ -96,23 +97,39 @@ def load_model(
     source = open_source(Path(path))
     if sidecar is not None:
         source = replace(source, packed=with_sidecar(source.shapes, source.packed, Path(sidecar)))
+    return load_source(source, device=device, numerics=numerics, progress=progress)
+
+
+def load_source(
+    source: Source,
+    *,
+    device: torch.device | str = "cpu",
+    numerics: NumericsConfig | None = None,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Load the model of an opened container; see `load_model`. One parameter at a time where tensors are made."""
     architecture, config = read_config(source)
     target = torch.device(device)
     chosen = numerics or default_numerics(target)
     specs = config.parameters()
     assignment = _assign(specs, source, architecture)
     _raise_unless_complete(source, assignment)
-    tensors = {
-        spec.name: _parameter(spec, source, assignment.sources[spec.name])
-        for spec in specs
-        if spec.name in assignment.sources
-    }
-    memory = _family_bytes(specs, tensors)
-    parameters = Parameters(tensors, device=target, numerics=chosen, progress=progress)
+    held = [(spec, assignment.sources[spec.name]) for spec in specs if spec.name in assignment.sources]
+    families = _Families()
+    tensors: dict[str, PackedTensor | MadeTensor] = {}
+    for spec, names in held:
+        if source.identity:
+            tensors[spec.name] = MadeTensor(partial(_made, spec, source, names, families))
+        else:
+            tensors[spec.name] = families.count(spec, _parameter(spec, source, names))
+    total = sum(tensor.num_bytes for tensor in tensors.values() if isinstance(tensor, PackedTensor))
+    parameters = Parameters(
+        tensors, device=target, numerics=chosen, progress=progress, total_bytes=total or source.num_bytes
+    )
     del tensors
     model = architecture.build(config, parameters)
     parameters.finish()
-    weights_name = fingerprint(source)
+    weights_name = source.identity or fingerprint(source)
     source.forget_pages()
     return LoadedModel(
         model=model,
@@ -122,7 +139,7 @@ def load_model(
         numerics=chosen,
         device=target,
         fingerprint=weights_name,
-        memory=memory,
+        memory=families.listed(specs),
         resident_bytes=parameters.resident_bytes,
         kernels={name: weight.kernel for name, weight in parameters.prepared.items()},
         ignored=tuple(assignment.ignored),
@@ -143,8 +160,8 @@ def read_config(source: Source) -> tuple[Architecture, ModelConfig]:
     return architecture, architecture.from_hf(source.metadata, source.shapes)
 
 
-def _names_of(spec: ParameterSpec, container: Container) -> tuple[tuple[str, ...], str, int]:
-    """(file tensors that make the parameter, transform kind, its argument)."""
+def names_of(spec: ParameterSpec, container: Container) -> tuple[tuple[str, ...], str, int]:
+    """(tensors of the container that make the parameter, transform kind, its argument)."""
     gguf = container is Container.GGUF
     name = spec.gguf_name if gguf else spec.hf_name
     transform = spec.gguf_transform if gguf else spec.hf_transform
@@ -157,7 +174,7 @@ def _assign(specs: Sequence[ParameterSpec], source: Source, architecture: Archit
     """Match the parameter table with the file by name and shape, before any data is read."""
     result = _Assignment()
     for spec in specs:
-        names, kind, argument = _names_of(spec, source.container)
+        names, kind, argument = names_of(spec, source.container)
         absent = [name for name in names if name not in source.shapes]
         if absent:
             if not spec.optional or len(absent) < len(names):
@@ -196,19 +213,19 @@ def _raise_unless_complete(source: Source, assignment: _Assignment) -> None:
 
 def _parameter(spec: ParameterSpec, source: Source, names: tuple[str, ...]) -> PackedTensor:
     """Read, transform and check one parameter."""
-    _, kind, argument = _names_of(spec, source.container)
+    _, kind, argument = names_of(spec, source.container)
     parts = [RULES[kind].apply(source.packed(name), argument) for name in names]
-    tensor = parts[0] if len(parts) == 1 and len(spec.shape) == len(parts[0].shape) else _stack(parts)
+    tensor = parts[0] if len(parts) == 1 and len(spec.shape) == len(parts[0].shape) else stack(parts)
     if spec.keep is torch.float32 and tensor.data.dtype is not torch.float32:
         tensor = plain_float32(tensor, tensor.dequantize(torch.float32))
     if spec.role in SCANNED_ROLES:
         _check_finite(tensor)
-    else:
+    elif not source.identity:
         check_weight(tensor)
     return tensor
 
 
-def _stack(parts: Sequence[PackedTensor]) -> PackedTensor:
+def stack(parts: Sequence[PackedTensor]) -> PackedTensor:
     """[N, K] tensors of one format as one [E, N, K] tensor."""
     first = parts[0]
     for part in parts:
@@ -229,15 +246,27 @@ def _check_finite(tensor: PackedTensor) -> None:
         raise FormatError(f"tensor {tensor.name} holds {values[index].item()} at element {index}; the file is damaged")
 
 
-def _family_bytes(specs: Sequence[ParameterSpec], tensors: Mapping[str, PackedTensor]) -> tuple[FamilyBytes, ...]:
-    """Bytes per (role, format), in the order of the table."""
-    table: dict[tuple[Role, str], tuple[int, int]] = {}
-    for spec in specs:
-        tensor = tensors.get(spec.name)
-        if tensor is not None:
-            count, size = table.get((spec.role, tensor.format.name), (0, 0))
-            table[(spec.role, tensor.format.name)] = (count + 1, size + tensor.num_bytes)
-    return tuple(FamilyBytes(role, name, count, size) for (role, name), (count, size) in table.items())
+def _made(spec: ParameterSpec, source: Source, names: tuple[str, ...], families: _Families) -> PackedTensor:
+    return families.count(spec, _parameter(spec, source, names))
+
+
+class _Families:
+    """Counts bytes per (role, format) as parameters come."""
+
+    def __init__(self) -> None:
+        self._table: dict[tuple[Role, str], tuple[int, int]] = {}
+
+    def count(self, spec: ParameterSpec, tensor: PackedTensor) -> PackedTensor:
+        """Count a parameter and hand it on."""
+        count, size = self._table.get((spec.role, tensor.format.name), (0, 0))
+        self._table[(spec.role, tensor.format.name)] = (count + 1, size + tensor.num_bytes)
+        return tensor
+
+    def listed(self, specs: Sequence[ParameterSpec]) -> tuple[FamilyBytes, ...]:
+        """All families, in the order in which the table names their roles, then by format."""
+        order = {role: place for place, role in enumerate(dict.fromkeys(spec.role for spec in specs))}
+        entries = sorted(self._table.items(), key=lambda entry: (order[entry[0][0]], entry[0][1]))
+        return tuple(FamilyBytes(role, name, count, size) for (role, name), (count, size) in entries)
 
 
 def fingerprint(source: Source) -> str:

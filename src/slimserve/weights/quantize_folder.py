@@ -79,21 +79,24 @@ def _encode_for_folder(packed: PackedTensor, kind: FolderType, importance: torch
     return encode_nvfp4(values, packed.name, importance)
 
 
-class _ShardWriter:
-    """Collects tensors into files of a bounded size, then names them and writes the index."""
+class ShardWriter:
+    """Collects tensors into files of about `shard_bytes`, then names them and writes the index."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, shard_bytes: int = _SHARD_BYTES) -> None:
         self.folder = folder
+        self.shard_bytes = shard_bytes
         self.pending: list[StoredPlan] = []
         self.files: list[list[str]] = []
         self.total = 0
 
     def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take tensors; a full file is written."""
         self.pending += [StoredPlan.of(name, tensor) for name, tensor in tensors.items()]
-        if sum(plan.num_bytes for plan in self.pending) >= _SHARD_BYTES:
+        if sum(plan.num_bytes for plan in self.pending) >= self.shard_bytes:
             self.flush()
 
     def flush(self) -> None:
+        """Write what is pending."""
         if self.pending:
             self.files.append([plan.name for plan in self.pending])
             self.total += sum(plan.num_bytes for plan in self.pending)
@@ -138,7 +141,7 @@ def quantize_folder(
     report = QuantizeReport(bytes_in=source.num_bytes)
     try:
         target.mkdir(parents=True, exist_ok=True)
-        writer = _ShardWriter(target)
+        writer = ShardWriter(target)
         for done, name in enumerate(tensors.shapes):
             if progress is not None:
                 progress(name, done, len(tensors.shapes))

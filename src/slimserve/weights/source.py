@@ -31,6 +31,7 @@ class Source:
 
     `metadata`: GGUF keys, or the object of config.json. `shapes`: logical shape of every tensor. `folder`: where
     companion files (tokenizer, templates) lie. `packed(name)` is a zero-copy view where the container allows one.
+    Tensors that are made and not read have no `opened` file, and an `identity` that names them.
     """
 
     path: Path
@@ -40,7 +41,8 @@ class Source:
     shapes: Mapping[str, tuple[int, ...]]
     packed: Callable[[str], PackedTensor]
     num_bytes: int
-    opened: GgufFile | SafetensorsFolder
+    opened: GgufFile | SafetensorsFolder | None
+    identity: str = ""
 
     def architecture_name(self) -> str:
         """general.architecture of a GGUF file, or the first of config.json's architectures."""
@@ -58,7 +60,7 @@ class Source:
 
         Nothing is ever written into the mappings, so their private pages hold no change that could be lost.
         """
-        if hasattr(mmap, "MADV_DONTNEED"):
+        if self.opened is not None and hasattr(mmap, "MADV_DONTNEED"):
             for mapped in self.opened.files.values():
                 mapped.buffer.madvise(mmap.MADV_DONTNEED)
 
