@@ -21,26 +21,34 @@ def quantize(
     imatrix: Annotated[Path | None, typer.Option("--imatrix", metavar="F", help="An importance matrix.")] = None,
     head: Annotated[str | None, typer.Option("--head", metavar="T", help="Embeddings and head (GGUF).")] = None,
     keep: Annotated[list[str] | None, typer.Option("--keep", metavar="PATTERN", help="Leave these alone.")] = None,
+    other: Annotated[
+        list[str] | None, typer.Option("--as", metavar="PATTERN=T", help="Give these names another type (GGUF).")
+    ] = None,
     swap: Annotated[
         list[str] | None, typer.Option("--swap", metavar="PATTERN=T", help="Write a sidecar with these families only.")
     ] = None,
 ) -> None:
     """Quantize a checkpoint; weights that decide routing and decay stay as they are."""
+    from slimserve.weights.convert import convert
     from slimserve.weights.quantize import quantize as run
     from slimserve.weights.quantize_rules import Family
     from slimserve.weights.sidecar import make_sidecar
 
     if swap:
-        if type_name is not None or head is not None or keep:
-            raise UsageError("--swap names a type for each family; --type, --head and --keep do not go with it")
+        if type_name is not None or head is not None or keep or other:
+            raise UsageError("--swap names a type for each family; --type, --as, --head and --keep do not go with it")
         families = [Family.parse(text) for text in swap]
         report = with_progress(lambda bar: make_sidecar(source, target, families, imatrix=imatrix, progress=_on(bar)))
     elif type_name is None:
         raise UsageError("give --type T, or --swap PATTERN=T for a sidecar")
     else:
-        wanted, patterns = type_name, keep or []
+        wanted, patterns, families = type_name, keep or [], [Family.parse(text) for text in other or []]
+        # A folder becomes a GGUF file where the target is called one.
+        make = convert if source.is_dir() and target.suffix == ".gguf" else run
         report = with_progress(
-            lambda bar: run(source, target, wanted, imatrix=imatrix, head=head, keep=patterns, progress=_on(bar))
+            lambda bar: make(
+                source, target, wanted, imatrix=imatrix, head=head, keep=patterns, families=families, progress=_on(bar)
+            )
         )
     if report.without_importance:
         names = ", ".join(report.without_importance[:3])

@@ -18,7 +18,7 @@ import torch
 from slimserve.errors import FormatError
 from slimserve.models.contract import Model, ModelConfig, ParameterSpec, Role
 from slimserve.models.parameters import MadeTensor, Parameters
-from slimserve.models.registry import Architecture, find_gguf, find_hf
+from slimserve.models.registry import Architecture, find_drafter, find_gguf, find_hf
 from slimserve.ops import NumericsConfig
 from slimserve.quant.scales import check_weight
 from slimserve.quant.tensor import PackedTensor
@@ -86,18 +86,20 @@ def load_model(
     numerics: NumericsConfig | None = None,
     progress: Progress | None = None,
     sidecar: str | Path | None = None,
+    drafter: bool = False,
 ) -> LoadedModel:
     """Load the model at `path`: a GGUF file (or the first of a set), a safetensors file, or a model folder.
 
-    `sidecar` is a file of `slimserve quantize --swap` whose tensors take the place of the model's own. On the CPU
-    packed weights stay in the file's memory mapping wherever the kernel reads that layout. Raises FormatError naming
-    tensors that are missing, extra, misshaped or not finite; RefusalError naming an architecture, configuration
-    feature or format that is not supported; UsageError for a path that is no model.
+    `sidecar` is a file of `slimserve quantize --swap` whose tensors take the place of the model's own. `drafter`: the
+    files hold a drafter for another model, and `model` of the result is not a Model. On the CPU packed weights stay in
+    the file's memory mapping wherever the kernel reads that layout. Raises FormatError naming tensors that
+    are missing, extra, misshaped or not finite; RefusalError naming an architecture, configuration feature or format
+    that is not supported; UsageError for a path that is no model.
     """
     source = open_source(Path(path))
     if sidecar is not None:
         source = replace(source, packed=with_sidecar(source.shapes, source.packed, Path(sidecar)))
-    return load_source(source, device=device, numerics=numerics, progress=progress)
+    return load_source(source, device=device, numerics=numerics, progress=progress, drafter=drafter)
 
 
 def load_source(
@@ -106,9 +108,10 @@ def load_source(
     device: torch.device | str = "cpu",
     numerics: NumericsConfig | None = None,
     progress: Progress | None = None,
+    drafter: bool = False,
 ) -> LoadedModel:
     """Load the model of an opened container; see `load_model`. One parameter at a time where tensors are made."""
-    architecture, config = read_config(source)
+    architecture, config = read_config(source, drafter=drafter)
     target = torch.device(device)
     chosen = numerics or default_numerics(target)
     specs = config.parameters()
@@ -151,8 +154,12 @@ def default_numerics(device: torch.device) -> NumericsConfig:
     return NumericsConfig() if device.type == "cpu" else NumericsConfig(activation_dtype=torch.bfloat16)
 
 
-def read_config(source: Source) -> tuple[Architecture, ModelConfig]:
+def read_config(source: Source, *, drafter: bool = False) -> tuple[Architecture, ModelConfig]:
     """The architecture and the config of an opened container; raises RefusalError or FormatError."""
+    if drafter:
+        architecture = find_drafter(source.architecture_name())
+        read = architecture.from_gguf if source.container is Container.GGUF else architecture.from_hf
+        return architecture, read(source.metadata, source.shapes)
     if source.container is Container.GGUF:
         architecture = find_gguf(source.architecture_name())
         return architecture, architecture.from_gguf(source.metadata, source.shapes)

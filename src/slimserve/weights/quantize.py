@@ -18,15 +18,7 @@ from slimserve.weights.gguf_write import TensorPlan, write_gguf
 from slimserve.weights.imatrix import Importances, read_imatrix
 from slimserve.weights.quantize_folder import quantize_folder
 from slimserve.weights.quantize_report import Progress, QuantizeReport
-from slimserve.weights.quantize_rules import (
-    GGML_FILE_TYPES,
-    HEADS_GGUF,
-    KEPT_GGUF,
-    fitting,
-    head_format,
-    matches,
-    writable_format,
-)
+from slimserve.weights.quantize_rules import GGML_FILE_TYPES, Family, check_families, gguf_choice, writable_format
 from slimserve.weights.quantized import gguf_tensors, scale_name
 from slimserve.weights.safetensors import SafetensorsFolder
 
@@ -42,13 +34,15 @@ def quantize(
     imatrix: Path | None = None,
     head: str | None = None,
     keep: Sequence[str] = (),
+    families: Sequence[Family] = (),
     progress: Progress | None = None,
 ) -> QuantizeReport:
     """Write `target`, a checkpoint whose weights are of type `type_name`, from `source`.
 
     A GGUF file gives a GGUF file, a safetensors folder a folder. Routers, norms, convolutions and other small
     tensors stay as they are, and so do names that fit a pattern of `keep`. In GGUF, embeddings and head become
-    `head` (Q6_K or Q8_0 unless given); in safetensors they stay. Raises UsageError, RefusalError or FormatError.
+    `head` (Q6_K or Q8_0 unless given), and `families` give chosen names another type; in safetensors embeddings and
+    head stay. Raises UsageError, RefusalError or FormatError.
     """
     if target.exists() and target.resolve() == source.resolve():
         raise UsageError(f"{target} is the source itself; give another place")
@@ -56,11 +50,11 @@ def quantize(
     if source.suffix == ".gguf":
         if target.suffix != ".gguf":
             raise UsageError(f"a GGUF file is quantized to a GGUF file; {target} does not end in .gguf")
-        return _gguf(GgufFile.open(source), target, type_name, importances, head, keep, progress)
+        return _gguf(GgufFile.open(source), target, type_name, importances, head, keep, families, progress)
     if target.suffix in (".gguf", ".safetensors"):
         raise UsageError(f"a safetensors model is quantized to a folder; {target} looks like a file")
-    if head is not None:
-        raise UsageError("--head is for GGUF; embeddings and heads of safetensors models stay as they are")
+    if head is not None or families:
+        raise UsageError("--head and --as are for GGUF; embeddings and heads of safetensors models stay as they are")
     return quantize_folder(SafetensorsFolder.open(source), target, type_name, importances, keep, progress)
 
 
@@ -121,21 +115,18 @@ def _gguf(
     importances: Importances,
     head: str | None,
     keep: Sequence[str],
+    families: Sequence[Family],
     progress: Progress | None,
 ) -> QuantizeReport:
     fmt = writable_format(type_name)
     wanted_head = writable_format(head) if head is not None else None
     tensors = gguf_tensors(file)
+    check_families(families, tensors.shapes)
     report = QuantizeReport(bytes_in=file.num_bytes)
     plans: list[TensorPlan] = []
     for name, shape in tensors.shapes.items():
         packed = tensors.packed(name)
-        chosen: BlockFormat | None = None
-        if len(shape) >= 2 and not matches(name, (*KEPT_GGUF, *keep)):
-            if name in HEADS_GGUF:
-                chosen = fitting(wanted_head, shape[-1]) if wanted_head else head_format(fmt, shape[-1])
-            else:
-                chosen = fitting(fmt, shape[-1])
+        chosen = gguf_choice(name, shape, fmt, wanted_head, keep, families)
         if chosen is None or chosen is packed.format:
             plans += _kept_plans(packed, report)
             continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -69,7 +69,7 @@ def head_format(fmt: BlockFormat, columns: int) -> BlockFormat | None:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One `--swap PATTERN=TYPE`: tensors whose names fit become `type_name`."""
+    """One PATTERN=TYPE of the command line: tensors whose names fit become `type_name`."""
 
     pattern: str
     type_name: str
@@ -81,3 +81,30 @@ class Family:
         if not equals or not pattern or not type_name:
             raise UsageError(f"{text!r} is not of the form PATTERN=TYPE, e.g. 'blk.*.attn_q.weight=Q8_0'")
         return cls(pattern, type_name)
+
+
+def gguf_choice(
+    name: str,
+    shape: Sequence[int],
+    fmt: BlockFormat,
+    head: BlockFormat | None,
+    keep: Sequence[str],
+    families: Sequence[Family],
+) -> BlockFormat | None:
+    """What a tensor of a GGUF file becomes; None = it stays. Among names that may change, the first family counts."""
+    if len(shape) < 2 or matches(name, (*KEPT_GGUF, *keep)):
+        return None
+    for family in families:
+        if matches(name, (family.pattern,)):
+            return fitting(writable_format(family.type_name), shape[-1])
+    if name in HEADS_GGUF:
+        return fitting(head, shape[-1]) if head else head_format(fmt, shape[-1])
+    return fitting(fmt, shape[-1])
+
+
+def check_families(families: Sequence[Family], names: Iterable[str]) -> None:
+    """UsageError for a family that fits none of the names."""
+    known = list(names)
+    for family in families:
+        if not any(matches(name, (family.pattern,)) for name in known):
+            raise UsageError(f"no weight fits {family.pattern!r}, e.g. {known[0] if known else 'none'} does not")

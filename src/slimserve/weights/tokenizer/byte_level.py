@@ -42,6 +42,15 @@ def parse_merges(lines: list[str], vocabulary: Vocabulary) -> list[tuple[str, st
     return merges
 
 
+def splitter(rule: PreTokenizer) -> pre_tokenizers.PreTokenizer:
+    """The `tokenizers` library's form of a rule."""
+    splits: list[pre_tokenizers.PreTokenizer] = [
+        pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rule.patterns
+    ]
+    splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    return pre_tokenizers.Sequence(splits)
+
+
 class ByteLevelTokenizer(Tokenizer):
     """GPT-2 style BPE; merging is done by the `tokenizers` library, special tokens by the base class."""
 
@@ -67,11 +76,7 @@ class ByteLevelTokenizer(Tokenizer):
         except Exception as error:  # the library raises several kinds; tokens that are not UTF-8 are one cause
             raise FormatError(f"tokenizer.ggml.tokens and merges do not form a vocabulary: {error}") from error
         self._merger = RustTokenizer(model)
-        splits: list[pre_tokenizers.PreTokenizer] = [
-            pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rule.patterns
-        ]
-        splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
-        self._merger.pre_tokenizer = pre_tokenizers.Sequence(splits)
+        self._merger.pre_tokenizer = splitter(rule)
 
     def _encode_fragment(self, text: str, *, boundary: bool, start: bool) -> list[int]:
         return self._merger.encode(text, add_special_tokens=False).ids
