@@ -31,10 +31,13 @@ class Activations {
   int64_t width() const { return width_; }
   // The view of one tile for a format's kernels.
   ActTile view(int64_t tile, int group, int offset) const;
-  // Quantizes or copies source row `x` (columns_ floats of `type`) into row `index`.
-  void write(int64_t index, const void* x, int type);
+  // Quantizes or copies the rows of a tile; `sources` holds one pointer to columns_ values of `type` per row.
+  void write_tile(int64_t tile, const void* const* sources, int type);
 
  private:
+  void write_group(uint8_t* m, int64_t g, int t, int w, const void* source, int type);
+  void write_integers(uint8_t* m, int64_t g, int t, int w, const float* x);
+
   const Needs& needs_;
   int64_t columns_, groups_, rows_;
   int width_;

@@ -24,7 +24,7 @@ from slimserve.errors import RefusalError
 
 SOURCES = Path(__file__).resolve().parent
 LIBRARY_NAME = "libslimserve.so"
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-w", "-pthread")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-g0", "-w", "-pthread")
 _COMPILE_SECONDS = 600
 
 

@@ -36,9 +36,14 @@ void grouped(const Part* parts, int parts_per_expert, const std::vector<Group>& 
     memory += a.bytes();
   }
   parallel((int64_t)groups.size(), [&](int64_t i) {
-    for (int64_t r = 0; r < groups[(size_t)i].count; ++r) {
-      const int64_t pair = groups[(size_t)i].first + r;
-      activations[(size_t)i].write(r, (const uint8_t*)x + (source != nullptr ? source[pair] : pair) * row_bytes, x_type);
+    Activations& own = activations[(size_t)i];
+    for (int64_t tile = 0; tile < own.tiles(); ++tile) {
+      const void* sources[MAX_ROWS];
+      for (int t = 0; t < own.tile_rows(tile); ++t) {
+        const int64_t pair = groups[(size_t)i].first + tile * own.width() + t;
+        sources[t] = (const uint8_t*)x + (source != nullptr ? source[pair] : pair) * row_bytes;
+      }
+      own.write_tile(tile, sources, x_type);
     }
   });
   struct Task {

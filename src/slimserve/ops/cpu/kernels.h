@@ -4,22 +4,24 @@
 
 namespace slim {
 
+// DIRECT_ROWS: most rows multiplied straight from packed codes; WIDE_ROWS: rows of a tile in a call with more.
 #if defined(SLIM_AVX512)
-constexpr int DIRECT_ROWS = 8;  // rows multiplied straight from packed codes
-constexpr int TILE_ROWS = 8;    // rows of a tile over a decoded panel
+constexpr int DIRECT_ROWS = 8, WIDE_ROWS = 6;
+#elif defined(SLIM_AVX2)
+constexpr int DIRECT_ROWS = 4, WIDE_ROWS = 3;
 #else
-constexpr int DIRECT_ROWS = 4;
-constexpr int TILE_ROWS = 4;
+constexpr int DIRECT_ROWS = 2, WIDE_ROWS = 2;  // arrays instead of registers: more rows only cost compile time
 #endif
+constexpr int MAX_ROWS = DIRECT_ROWS > WIDE_ROWS ? DIRECT_ROWS : WIDE_ROWS;
 
-// out [T][16]: one panel times one tile. `scales` follows the codes as the layout says.
+// out [T][16]: one panel times one tile.
 using TileFn = void (*)(const uint8_t* codes, const uint8_t* scales, const Part& part, int64_t groups,
                         const ActTile& tile, float* out);
 using DecodeFn = void (*)(const uint8_t* codes, const uint8_t* scales, const Part& part, int64_t groups,
                           uint8_t* out_codes, float* out_scales);
 
 // A format with `bits` 0 has no relayout: its rows stay as in the file and only `decode` reads them (kernels_raw.cpp);
-// there `part.panel_bytes` is the bytes of 16 rows and `scales` is null.
+// there `part.panel_bytes` is the bytes of 16 rows, `scale_bytes` those of a file block, and `scales` is null.
 struct FormatKernels {
   int bits, offset, group, unit, scale_bytes;
   bool min, full;
@@ -27,10 +29,15 @@ struct FormatKernels {
   DecodeFn decode;
 };
 
-// Kernels over decoded panels (codes P8, float32 scales).
+// out [T][16], or [2][T][16] for a pair: decoded panels, code_stride and scale_stride bytes apart, times one tile,
+// added to out's content unless `first`: K comes in pieces that stay in the nearest cache.
+using DecodedFn = void (*)(const Sets& sets, int64_t groups, const ActTile& tile, int offset, bool first, float* out);
+
+// Kernels over decoded panels (codes P8, float32 scales); `pair` is null where vectors hold half a panel.
 struct DecodedKernels {
-  TileFn integer[TILE_ROWS + 1];
-  TileFn real[TILE_ROWS + 1];  // float activations
+  DecodedFn integer[MAX_ROWS + 1];
+  DecodedFn real[MAX_ROWS + 1];  // float activations; `offset` is that of the codes
+  DecodedFn pair[WIDE_ROWS + 1];
 };
 
 const FormatKernels* packed_kernels(int format);  // null: a plain format or an unknown one
@@ -40,11 +47,11 @@ TileFn plain_kernel(int format, int rows);        // F32, F16, BF16, F8, F8_BLOC
 template <class Y, int T>
 void run_direct(const uint8_t* codes, const uint8_t* scales, const Part&, int64_t groups, const ActTile& tile,
                 float* out) {
-  for (int h = 0; h < HALVES; ++h) {
-    F acc[T];
-    tile_int<Y, T>(codes, scales, h, groups, tile, acc);
-    for (int t = 0; t < T; ++t) f_store(out + t * ROWS + L * h, acc[t]);
-  }
+  F acc[HALVES][T];
+  unroll<HALVES>(UNROLLED(h) { unroll<T>(UNROLLED(t) { acc[h][t] = f_zero(); }); });
+  tile_int<Y, T, HALVES>({codes, scales, 0, 0}, groups, tile, acc);
+  for (int t = 0; t < T; ++t)
+    for (int h = 0; h < HALVES; ++h) f_store(out + t * ROWS + L * h, acc[h][t]);
 }
 
 template <class Y>

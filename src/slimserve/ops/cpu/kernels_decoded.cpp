@@ -4,23 +4,38 @@ namespace slim {
 namespace {
 
 template <class Y, int T>
-void run_codes_float(const uint8_t* codes, const uint8_t* scales, const Part& part, int64_t groups,
-                     const ActTile& tile, float* out) {
-  const int offset = packed_kernels(part.format)->offset;
+void run_codes_float(const Sets& sets, int64_t groups, const ActTile& tile, int offset, bool first, float* out) {
   for (int h = 0; h < HALVES; ++h) {
     F acc[T];
-    tile_codes_float<Y, T>(codes, scales, offset, h, groups, tile, acc);
-    for (int t = 0; t < T; ++t) f_store(out + t * ROWS + L * h, acc[t]);
+    unroll<T>(UNROLLED(t) { acc[t] = first ? f_zero() : f_load(out + t * ROWS + L * h); });
+    tile_codes_float<Y, T>(sets.codes, sets.scales, offset, h, groups, tile, acc);
+    unroll<T>(UNROLLED(t) { f_store(out + t * ROWS + L * h, acc[t]); });
   }
 }
 
-template <class Y, int... T>
-DecodedKernels make_decoded(std::integer_sequence<int, T...>) {
-  return {{nullptr, run_direct<Y, T + 1>...}, {nullptr, run_codes_float<Y, T + 1>...}};
+// P sets: the halves of one panel, or two panels.
+template <class Y, int T, int P>
+void run_decoded(const Sets& sets, int64_t groups, const ActTile& tile, int, bool first, float* out) {
+  const auto at = [&](int p, int t) { return L == ROWS ? out + (p * T + t) * ROWS : out + t * ROWS + L * p; };
+  F acc[P][T];
+  unroll<P>(UNROLLED(p) { unroll<T>(UNROLLED(t) { acc[p][t] = first ? f_zero() : f_load(at(p, t)); }); });
+  tile_int<Y, T, P>(sets, groups, tile, acc);
+  unroll<P>(UNROLLED(p) { unroll<T>(UNROLLED(t) { f_store(at(p, t), acc[p][t]); }); });
+}
+
+template <class Y, int... T, int... W>
+DecodedKernels make_decoded(std::integer_sequence<int, T...>, std::integer_sequence<int, W...>) {
+  DecodedKernels k{{nullptr, run_decoded<Y, T + 1, HALVES>...}, {nullptr, run_codes_float<Y, T + 1>...}, {nullptr}};
+  if constexpr (L == ROWS) {
+    const DecodedFn pairs[] = {nullptr, run_decoded<Y, W + 1, 2>...};
+    for (int t = 1; t <= WIDE_ROWS; ++t) k.pair[t] = pairs[t];
+  }
+  return k;
 }
 template <class Y>
 const DecodedKernels& decoded_of() {
-  static const DecodedKernels k = make_decoded<Y>(std::make_integer_sequence<int, TILE_ROWS>{});
+  static const DecodedKernels k = make_decoded<Y>(std::make_integer_sequence<int, MAX_ROWS>{},
+                                                  std::make_integer_sequence<int, WIDE_ROWS>{});
   return k;
 }
 
@@ -49,7 +64,7 @@ const DecodedKernels& decoded_kernels(int group, bool min, bool full) {
 }
 
 TileFn plain_kernel(int format, int rows) {
-  constexpr auto all = std::make_integer_sequence<int, TILE_ROWS>{};
+  constexpr auto all = std::make_integer_sequence<int, MAX_ROWS>{};
   switch (format) {
     case F32: return plain_of<LoadF32, false>(rows, all);
     case F16: return plain_of<LoadF16, false>(rows, all);

@@ -182,7 +182,7 @@ void decode_rows(const uint8_t* data, const uint8_t*, const Part& part, int64_t 
 
 template <class B>
 const FormatKernels* raw_of() {
-  static const FormatKernels k = {0, 64, B::GROUP, 256, 0, false, false, {nullptr}, decode_rows<B>};
+  static const FormatKernels k = {0, 64, B::GROUP, 256, B::BYTES, false, false, {nullptr}, decode_rows<B>};
   return &k;
 }
 

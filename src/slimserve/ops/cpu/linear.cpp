@@ -20,9 +20,10 @@ void linear(const Part* parts, int num_parts, const void* x, int x_type, int64_t
   activations.place((uint8_t*)scratch(ACTIVATIONS, activations.bytes()));
   const int64_t row_bytes = columns * type_bytes(x_type);
   const auto write_tile = [&](int64_t tile) {
-    const int64_t first = tile * tile_width(rows);
-    for (int64_t r = first; r < first + activations.tile_rows(tile); ++r)
-      activations.write(r, (const uint8_t*)x + r * row_bytes, x_type);
+    const void* sources[MAX_ROWS];
+    for (int t = 0; t < activations.tile_rows(tile); ++t)
+      sources[t] = (const uint8_t*)x + (tile * activations.width() + t) * row_bytes;
+    activations.write_tile(tile, sources, x_type);
   };
   if (rows * columns <= ALONE_ELEMENTS) {
     for (int64_t tile = 0; tile < activations.tiles(); ++tile) write_tile(tile);

@@ -5,26 +5,32 @@
 namespace slim {
 namespace {
 
-enum Scratch { CODES = 0, SCALES = 1 };
-constexpr int64_t CACHE_BYTES = 256 << 10;  // of decoded codes, and of activations, that stay near the core
+enum Scratch { CODES = 0, SCALES = 1, ACCUMULATORS = 3 };
+constexpr int64_t TILE_BYTES = 512 << 10;  // of activations and accumulators that stay near the core
 
-// acc [w][16] (+ bias) to the rows of one tile.
+// acc [width][16], scaled and with bias, to the rows of one tile.
 void store(const Part& part, int64_t panel, const float* acc, int64_t first_row, int width, const Output& out) {
   const int64_t n0 = panel * ROWS;
   const int count = (int)(part.rows - n0 < ROWS ? part.rows - n0 : ROWS);
+  F scale[HALVES], bias[HALVES];
+  for (int h = 0; h < HALVES; ++h) {
+    const int lanes = count - L * h < 0 ? 0 : count - L * h > L ? L : count - L * h;
+    if (part.row_scale != nullptr) scale[h] = f_load_n(part.row_scale + n0 + L * h, lanes);
+    if (part.bias != nullptr) bias[h] = f_load_n(part.bias + n0 + L * h, lanes);
+  }
   for (int t = 0; t < width; ++t) {
     const int64_t at = (first_row + t) * out.stride + part.out_column + n0;
     alignas(64) float value[ROWS];
-    std::memcpy(value, acc + t * ROWS, sizeof value);
-    if (part.row_scale != nullptr)
-      for (int i = 0; i < count; ++i) value[i] *= part.row_scale[n0 + i];
-    if (part.bias != nullptr)
-      for (int i = 0; i < count; ++i) value[i] += part.bias[n0 + i];
-    if (out.type == TYPE_F32) {
-      std::memcpy((float*)out.data + at, value, 4 * (size_t)count);
-    } else {
-      for (int i = 0; i < count; ++i) write_value(out.data, at + i, out.type, value[i]);
+    const bool direct = out.type == TYPE_F32 && count == ROWS;
+    float* to = direct ? (float*)out.data + at : value;
+    for (int h = 0; h < HALVES; ++h) {
+      F x = f_load(acc + t * ROWS + L * h);
+      if (part.row_scale != nullptr) x = f_mul(x, scale[h]);
+      if (part.bias != nullptr) x = f_add(x, bias[h]);
+      f_store(to + L * h, x);
     }
+    if (direct) continue;
+    for (int i = 0; i < count; ++i) write_value(out.data, at + i, out.type, value[i]);
   }
 }
 
@@ -47,7 +53,7 @@ void multiply_direct(const Part& part, const FormatKernels* k, const Activations
 }
 
 void multiply_plain(const Part& part, const Activations& x, int64_t first, int64_t last, const Output& out) {
-  alignas(64) float acc[TILE_ROWS * ROWS];
+  alignas(64) float acc[MAX_ROWS * ROWS];
   for (int64_t panel = first; panel < last; ++panel) {
     const uint8_t* data = part.data + panel * part.panel_bytes;
     for (int64_t i = 0; i < x.tiles(); ++i) {
@@ -58,41 +64,69 @@ void multiply_plain(const Part& part, const Activations& x, int64_t first, int64
   }
 }
 
-// Panels are decoded a few at a time and used for as many tiles as stay in cache.
-void multiply_decoded(const Part& part, const FormatKernels* k, const Activations& x, int64_t first, int64_t last,
-                      bool float_activations, const Output& out) {
-  const int64_t code_bytes = x.groups() * 512;
-  const int64_t scale_bytes = x.groups() * (32 / k->group) * (k->min ? 2 : 1) * ROWS * 4;
-  int64_t batch = CACHE_BYTES / (code_bytes + scale_bytes);
-  if (batch < 1) batch = 1;
-  if (batch > last - first) batch = last - first;
-  uint8_t* codes = (uint8_t*)scratch(CODES, (size_t)(batch * code_bytes));
-  float* scales = (float*)scratch(SCALES, (size_t)(batch * scale_bytes));
-  const DecodedKernels& kernels = decoded_kernels(k->group, k->min, k->full);
-  int64_t chunk = CACHE_BYTES / x.tile_bytes();
-  if (chunk < 1) chunk = 1;
-  alignas(64) float acc[(TILE_ROWS > DIRECT_ROWS ? TILE_ROWS : DIRECT_ROWS) * ROWS];
-  for (int64_t base = first; base < last; base += batch) {
-    const int64_t count = last - base < batch ? last - base : batch;
-    for (int64_t i = 0; i < count; ++i) {
-      const uint8_t* data = part.data + (base + i) * part.panel_bytes;
-      Part panel = part;
-      panel.rows = part.rows - (base + i) * ROWS;  // raw rows past the end must not be read
-      k->decode(data, data + part.scale_offset, panel, x.groups(), codes + i * code_bytes,
-                (float*)((uint8_t*)scales + i * scale_bytes));
-    }
-    for (int64_t tile0 = 0; tile0 < x.tiles(); tile0 += chunk) {
-      const int64_t tile1 = tile0 + chunk < x.tiles() ? tile0 + chunk : x.tiles();
-      for (int64_t i = 0; i < count; ++i) {
+// A block of panels times a block of tiles: K comes in pieces, whose panels are decoded once and used for every tile
+// while they lie in the nearest caches.
+struct Block {
+  static constexpr int64_t PANELS = 8, PIECE = 32;  // 32 groups of 512 bytes per panel
+  static constexpr int64_t SLOT = 2 * MAX_ROWS * ROWS;  // accumulators of a pair of panels and a tile
+  const Part& part;
+  const FormatKernels& k;
+  const Activations& x;
+  bool real;
+  const Output& out;
+  const DecodedKernels& kernels;
+  int64_t scale_bytes;  // decoded scales of one group
+  uint8_t *codes, *scales;
+
+  void decode(int64_t panel, int64_t index, int64_t g, int64_t count) const {
+    const uint8_t* data = part.data + panel * part.panel_bytes;
+    const int64_t unit = g * 32 / k.unit;
+    Part own = part;
+    own.rows = part.rows - panel * ROWS;  // raw rows past the end must not be read
+    const bool raw = k.bits == 0;
+    k.decode(data + (raw ? unit * k.scale_bytes : g * 64 * k.bits), data + part.scale_offset + unit * k.scale_bytes, own,
+             count, codes + index * PIECE * 512, (float*)(scales + index * PIECE * scale_bytes));
+  }
+
+  void run(int64_t first, int64_t panels, int64_t tile0, int64_t tile1, float* acc) const {
+    const int per = 32 / k.group;
+    const bool pairs = !real && kernels.pair[1] != nullptr && x.width() <= WIDE_ROWS;
+    for (int64_t g = 0; g < x.groups(); g += PIECE) {
+      const int64_t count = x.groups() - g < PIECE ? x.groups() - g : PIECE;
+      for (int64_t i = 0; i < panels; ++i) decode(first + i, i, g, count);
+      for (int64_t i = 0; i < panels;) {
+        const bool pair = pairs && i + 1 < panels;
+        const Sets sets{codes + i * PIECE * 512, scales + i * PIECE * scale_bytes, PIECE * 512, PIECE * scale_bytes};
         for (int64_t tile = tile0; tile < tile1; ++tile) {
           const int width = x.tile_rows(tile);
-          const TileFn run = float_activations ? kernels.real[width] : kernels.integer[width];
-          run(codes + i * code_bytes, (const uint8_t*)scales + i * scale_bytes, part, x.groups(),
-              x.view(tile, k->group, k->offset), acc);
-          store(part, base + i, acc, tile * x.width(), width, out);
+          const DecodedFn run = pair ? kernels.pair[width] : real ? kernels.real[width] : kernels.integer[width];
+          float* own = acc + ((tile - tile0) * PANELS + i) * (SLOT / 2);
+          run(sets, count, x.view(tile, k.group, k.offset).from(g, width, per), k.offset, g == 0, own);
+          if (g + count < x.groups()) continue;
+          store(part, first + i, own, tile * x.width(), width, out);
+          if (pair) store(part, first + i + 1, own + width * ROWS, tile * x.width(), width, out);
         }
+        i += pair ? 2 : 1;
       }
     }
+  }
+};
+
+void multiply_decoded(const Part& part, const FormatKernels* k, const Activations& x, int64_t first, int64_t last,
+                      bool real, const Output& out) {
+  const int64_t scale_bytes = (32 / k->group) * (k->min ? 2 : 1) * ROWS * 4;
+  const Block block{part, *k, x, real, out, decoded_kernels(k->group, k->min, k->full), scale_bytes,
+                    (uint8_t*)scratch(CODES, (size_t)(Block::PANELS * Block::PIECE * 512)),
+                    (uint8_t*)scratch(SCALES, (size_t)(Block::PANELS * Block::PIECE * scale_bytes))};
+  const int64_t piece_bytes = x.tile_bytes() / ((x.groups() + Block::PIECE - 1) / Block::PIECE);
+  int64_t chunk = TILE_BYTES / (piece_bytes + Block::PANELS * Block::SLOT * 2);
+  if (chunk < 1) chunk = 1;
+  if (chunk > x.tiles()) chunk = x.tiles();
+  float* acc = (float*)scratch(ACCUMULATORS, (size_t)(chunk * Block::PANELS * Block::SLOT / 2) * 4);
+  for (int64_t tile0 = 0; tile0 < x.tiles(); tile0 += chunk) {
+    const int64_t tile1 = tile0 + chunk < x.tiles() ? tile0 + chunk : x.tiles();
+    for (int64_t base = first; base < last; base += Block::PANELS)
+      block.run(base, last - base < Block::PANELS ? last - base : Block::PANELS, tile0, tile1, acc);
   }
 }
 

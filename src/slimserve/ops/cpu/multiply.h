@@ -20,6 +20,6 @@ void multiply_panels(const Part& part, const Activations& x, int64_t first, int6
 int64_t panels_per_task(const Part& part, int64_t total_panels, int64_t rows);
 
 // Width of activation tiles for a call with `rows` rows.
-INLINE int tile_width(int64_t rows) { return (int)(rows <= DIRECT_ROWS ? (rows > 0 ? rows : 1) : TILE_ROWS); }
+INLINE int tile_width(int64_t rows) { return (int)(rows <= DIRECT_ROWS ? (rows > 0 ? rows : 1) : WIDE_ROWS); }
 
 }  // namespace slim

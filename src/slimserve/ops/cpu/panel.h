@@ -228,8 +228,10 @@ alignas(16) inline const uint8_t TABLE_E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 2
                                                   12, 11, 10, 9,  8,  6,  4,  0};  // twice the value, + 12
 
 // BITS of a code, its scales, OFFSET so that value = s * (code - OFFSET) + m, and a 16-entry table where codes index one.
-template <int BITS_, class SCALE_, int OFFSET_, const uint8_t* TABLE_ = nullptr>
+// IN_CACHE: decoded panels, which need no prefetch.
+template <int BITS_, class SCALE_, int OFFSET_, const uint8_t* TABLE_ = nullptr, bool IN_CACHE_ = false>
 struct Layout {
+  static constexpr bool IN_CACHE = IN_CACHE_;
   static constexpr int BITS = BITS_, OFFSET = OFFSET_;
   using Scale = SCALE_;
   using Code = Codes<BITS>;
@@ -258,7 +260,7 @@ using LayoutNVFP4 = Layout<4, ScaleUE4M3, 12, TABLE_E2M1>;
 using LayoutE2M1_G16 = Layout<4, ScaleE4M3, 12, TABLE_E2M1>;
 using LayoutInt4 = Layout<4, ScaleInt4, 8>;
 template <int GROUP, bool MIN, bool FULL>
-using LayoutDecoded = Layout<8, ScaleDecoded<GROUP, MIN>, FULL ? 128 : 64>;  // OFFSET is a run-time value here
+using LayoutDecoded = Layout<8, ScaleDecoded<GROUP, MIN>, FULL ? 128 : 64, nullptr, true>;  // OFFSET is a run-time value here
 
 // Calls f(Layout{}) for the panel formats of packed codes; false for any other format.
 template <class Fn>

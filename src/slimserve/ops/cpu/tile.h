@@ -16,62 +16,95 @@ struct ActTile {
   const float* dxs;      // [K / GROUP][T] dx times the sum of q over the group (formats with minima)
   const float* x;        // float activations [K][T]
   const float* xs;       // [K / GROUP][T] sums of x over the group
+
+  // The same tile from group `g` on.
+  INLINE ActTile from(int64_t g, int rows, int per) const {
+    const int64_t groups = g * rows;
+    return {q + groups * 32, dx + groups, init + groups * per, dxs + groups * per, x + groups * 32, xs + groups * per};
+  }
 };
 
 // Bytes ahead of the codes in use: hardware prefetch stops at pages of 4 KB (measured with measure.kernels_cpu).
 constexpr int PREFETCH = 2048;
 
-template <class Y, int T>
-INLINE void tile_int(const uint8_t* codes, const uint8_t* scales, int h, int64_t groups,
-                     const ActTile& a, F* acc) {
+// P sets of L outputs side by side, so that one broadcast of activations serves P products. Set p is panel p of a
+// decoded pair where L = 16, and half p of the one panel where L = 8.
+struct Sets {
+  const uint8_t* codes;
+  const uint8_t* scales;
+  int64_t code_stride, scale_stride;  // to the next panel (L = 16)
+  INLINE const uint8_t* code(int p) const { return L == ROWS ? codes + p * code_stride : codes + 4 * L * p; }
+  INLINE const uint8_t* scale(int p) const { return L == ROWS ? scales + p * scale_stride : scales; }
+  static INLINE int half(int p) { return L == ROWS ? 0 : p; }
+};
+
+// Adds `groups` groups to acc, which the caller has set.
+template <class Y, int T, int P>
+INLINE void tile_int(const Sets& sets, int64_t groups, const ActTile& a, F (*acc)[T]) {
   using S = typename Y::Scale;
   constexpr int UG = S::UNIT / 32, PER = 32 / S::GROUP;  // groups per unit, scale groups per 32
   const I table = Y::table();
-  unroll<T>(UNROLLED(t) { acc[t] = f_zero(); });
   const int8_t* q = a.q;
   for (int64_t unit = 0; unit < groups / UG; ++unit) {
-    ScaleBuffer b;
-    S::load(scales + unit * S::BYTES, h, b);
+    ScaleBuffer b[P];
+    unroll<P>(UNROLLED(p) { S::load(sets.scale(p) + unit * S::BYTES, Sets::half(p), b[p]); });
     for (int ug = 0; ug < UG; ++ug) {
       const int64_t g = unit * UG + ug;
-      typename Y::Code c{codes + g * Y::Code::GROUP_BYTES + 4 * L * h};
-      if (h == 0) unroll<Y::Code::GROUP_BYTES / 64>(UNROLLED(line) { __builtin_prefetch(c.p + PREFETCH + 64 * line); });
-      F sum[T];
-      unroll<PER>(UNROLLED(p) {
+      typename Y::Code c[P];
+      unroll<P>(UNROLLED(p) { c[p].p = sets.code(p) + g * Y::Code::GROUP_BYTES; });
+      if constexpr (!Y::IN_CACHE)
+        unroll<Y::Code::GROUP_BYTES / 64>(UNROLLED(i) { __builtin_prefetch(c[0].p + PREFETCH + 64 * i); });
+      F sum[P][T];
+      unroll<PER>(UNROLLED(part) {
         constexpr int VECS = 8 / PER;
-        I s[T];
-        unroll<T>(UNROLLED(t) { s[t] = i_set(a.init[(g * PER + p) * T + t]); });
-        unroll<VECS>(UNROLLED(j) {
-          I v = c.template vec<p * VECS + j>();
-          if constexpr (Y::HAS_TABLE) v = i_table16(table, v);
-          unroll<T>(UNROLLED(t) { s[t] = dot4<Y::FULL>(s[t], v, i_bcast(q + ((p * VECS + j) * T + t) * 4)); });
-        });
-        const F scale = b.s[ug * PER + p];
+        I s[P][T];
         unroll<T>(UNROLLED(t) {
-          if constexpr (p == 0) sum[t] = f_mul(f_from_i(s[t]), scale);
-          else sum[t] = f_fma(f_from_i(s[t]), scale, sum[t]);
+          const I init = i_set(a.init[(g * PER + part) * T + t]);
+          unroll<P>(UNROLLED(p) { s[p][t] = init; });
+        });
+        unroll<VECS>(UNROLLED(j) {
+          I v[P];
+          unroll<P>(UNROLLED(p) {
+            v[p] = c[p].template vec<part * VECS + j>();
+            if constexpr (Y::HAS_TABLE) v[p] = i_table16(table, v[p]);
+          });
+          unroll<T>(UNROLLED(t) {
+            const I x = i_bcast(q + ((part * VECS + j) * T + t) * 4);
+            unroll<P>(UNROLLED(p) { s[p][t] = dot4<Y::FULL>(s[p][t], v[p], x); });
+          });
+        });
+        unroll<P>(UNROLLED(p) {
+          const F scale = b[p].s[ug * PER + part];
+          unroll<T>(UNROLLED(t) {
+            if constexpr (part == 0) sum[p][t] = f_mul(f_from_i(s[p][t]), scale);
+            else sum[p][t] = f_fma(f_from_i(s[p][t]), scale, sum[p][t]);
+          });
         });
       });
       q += 32 * T;
-      unroll<T>(UNROLLED(t) { acc[t] = f_fma(sum[t], f_set(a.dx[g * T + t]), acc[t]); });
+      unroll<T>(UNROLLED(t) {
+        const F dx = f_set(a.dx[g * T + t]);
+        unroll<P>(UNROLLED(p) { acc[p][t] = f_fma(sum[p][t], dx, acc[p][t]); });
+      });
       if constexpr (S::MIN) {
-        unroll<PER>(UNROLLED(p) {
-          const F m = b.m[ug * PER + p];
-          unroll<T>(UNROLLED(t) { acc[t] = f_fma(m, f_set(a.dxs[(g * PER + p) * T + t]), acc[t]); });
+        unroll<PER>(UNROLLED(part) {
+          unroll<T>(UNROLLED(t) {
+            const F dxs = f_set(a.dxs[(g * PER + part) * T + t]);
+            unroll<P>(UNROLLED(p) { acc[p][t] = f_fma(b[p].m[ug * PER + part], dxs, acc[p][t]); });
+          });
         });
       }
     }
   }
 }
 
-// Float activations over decoded codes (P8); `offset` is subtracted exactly before the product.
+// Float activations over decoded codes (P8), added to acc; `offset` is subtracted exactly before the product.
 template <class Y, int T>
 INLINE void tile_codes_float(const uint8_t* codes, const uint8_t* scales, int offset, int h,
                              int64_t groups, const ActTile& a, F* acc) {
   using S = typename Y::Scale;
   constexpr int PER = 32 / S::GROUP;
   const I off = i_set(offset), byte = i_set(255);
-  unroll<T>(UNROLLED(t) { acc[t] = f_zero(); });
   const float* x = a.x;
   for (int64_t g = 0; g < groups; ++g) {
     ScaleBuffer b;
