@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import nano_models
 import pytest
 import reference_outputs
 import torch
@@ -125,15 +126,27 @@ def _smollm2(folder: Path, device: str) -> LoadedModel:
     return loaded
 
 
-MODELS: dict[str, tuple[Callable[[Path, str], LoadedModel], int]] = {
-    "qwen2": (_tiny("qwen2"), 40),
-    "mistral-sliding": (_tiny("mistral-sliding"), 40),
-    "gemma3": (_tiny("gemma3"), 40),
-    "qwen3_5": (_hybrid("qwen"), 60),
-    "glm5_next": (_hybrid("glm"), 60),
-    "smollm2": (_smollm2, 20),
+def _nano(name: str) -> Callable[[Path, str], LoadedModel]:
+    def make(folder: Path, device: str) -> LoadedModel:
+        loaded = load_model(nano_models.any_form(name), device=device)
+        if device == "cpu" and nano_models.is_reference(loaded):
+            pytest.skip("the C++ kernels are not built here; the torch references would take minutes")
+        return loaded
+
+    return make
+
+
+MODELS: dict[str, tuple[Callable[[Path, str], LoadedModel], int, int]] = {
+    "qwen2": (_tiny("qwen2"), 40, 150),
+    "mistral-sliding": (_tiny("mistral-sliding"), 40, 150),
+    "gemma3": (_tiny("gemma3"), 40, 150),
+    "qwen3_5": (_hybrid("qwen"), 60, 150),
+    "glm5_next": (_hybrid("glm"), 60, 150),
+    "smollm2": (_smollm2, 20, 150),
+    "nano-qwen3_5": (_nano(nano_models.QWEN), 24, 330),
+    "nano-glm5-next": (_nano(nano_models.GLM), 24, 330),
 }
-"""Per model: how to load it, and how many tokens to watch."""
+"""Per model: how to load it, how many tokens to watch, and after a prompt of how many (GLM selects from 260 on)."""
 
 CASES = [
     *(pytest.param((name, "cpu"), id=name) for name in MODELS),
@@ -146,9 +159,9 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     name, device = request.param
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device here")
-    make, max_tokens = MODELS[name]
+    make, max_tokens, prompt = MODELS[name]
     loaded = make(tmp_path_factory.mktemp("model"), device)
-    return Rig(loaded, num_others=31, prompt=150, max_tokens=max_tokens)
+    return Rig(loaded, num_others=31, prompt=prompt, max_tokens=max_tokens)
 
 
 @pytest.fixture(scope="module")
