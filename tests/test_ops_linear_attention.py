@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
+from triton_device import DEVICE, triton_marks
 
 from slimserve.ops.reference import linear_attention as reference
 
@@ -42,9 +41,7 @@ def storage(heads, key_heads, key_dim, value_dim, per_channel, slots=10):
 
 
 def triton_ops():
-    """The Triton kernels, under the interpreter on a machine without a GPU."""
-    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("no CUDA device and TRITON_INTERPRET is not 1")
+    """The Triton kernels: on the device, or under the interpreter."""
     from slimserve.ops.triton import linear_attention
 
     return linear_attention
@@ -93,9 +90,13 @@ def test_matches_recurrence(per_channel, cuts):
     assert (store["state"][3] - state).norm() / state.norm() < 2e-5
 
 
-@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize("per_channel", [pytest.param(value, marks=triton_marks()) for value in (False, True)])
 def test_triton_cuts_are_bit_equal(per_channel):
-    ops = triton_ops()
+    with torch.device(DEVICE):
+        check_cuts_are_bit_equal(per_channel, triton_ops())
+
+
+def check_cuts_are_bit_equal(per_channel, ops):
     torch.manual_seed(5)
     key_heads, heads, key_dim, value_dim = (2, 2, 16, 16) if per_channel else (1, 2, 16, 20)
     cuts_list = ([150], [1, 2, 60, 64, 65, 150], [50, 129, 130, 150])
@@ -113,10 +114,17 @@ def test_triton_cuts_are_bit_equal(per_channel):
         assert torch.equal(state, results[0][1])
 
 
-@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("implementation", ["reference", pytest.param("triton", marks=triton_marks())])
 @pytest.mark.parametrize("cuts", [[150], [1, 2, 3, 5, 64, 70, 128, 129, 150]])
 def test_convolution_any_cut(cuts, implementation):
-    ops = reference if implementation == "reference" else triton_ops()
+    if implementation == "reference":
+        check_convolution(cuts, reference)
+    else:
+        with torch.device(DEVICE):
+            check_convolution(cuts, triton_ops())
+
+
+def check_convolution(cuts, ops):
     torch.manual_seed(1)
     channels, width = 12, 4
     x, weight = torch.randn(150, channels), torch.randn(channels, width)

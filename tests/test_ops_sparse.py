@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
+from triton_device import DEVICE, triton_marks
 
 from slimserve.ops.reference import hyper, indexer, latent, norms, router
 
@@ -19,15 +18,12 @@ def implementation(name: str):
         if load_or_warn() is None:
             pytest.skip("the C++ kernels cannot be built here")
         return hybrid
-    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("no CUDA device and TRITON_INTERPRET is not 1")
     from slimserve.ops.triton import sparse
 
     return sparse
 
 
-pytestmark = pytest.mark.parametrize("name", ["cpu", "triton"])
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.parametrize("name", ["cpu", pytest.param("triton", marks=triton_marks())])
 
 
 def device_of(name: str) -> str:

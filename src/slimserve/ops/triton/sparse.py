@@ -320,9 +320,9 @@ def _hyper_pre_kernel(
         live = first + col < hidden
         total = tl.zeros((BLOCK,), tl.float32)
         for stream in tl.static_range(S):
-            mix = tl.load(mixes_ptr + stream) * inverse * tl.load(scale_ptr) + tl.load(base_ptr + stream)
+            pre = tl.load(mixes_ptr + stream) * inverse * tl.load(scale_ptr) + tl.load(base_ptr + stream)
             x = tl.load(x_ptr + stream * hidden + first + col, mask=live, other=0.0).to(tl.float32)
-            total = tl.fma(x, tl.zeros_like(x) + (1.0 / (1.0 + tl.exp(-mix)) + eps), total)
+            total = tl.fma(x, tl.zeros_like(x) + (1.0 / (1.0 + tl.exp(-pre)) + eps), total)
         tl.store(collapsed_ptr + token * hidden + first + col, total, mask=live)
 
 
