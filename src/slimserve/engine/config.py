@@ -123,7 +123,7 @@ class SpeculationConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything the engine needs besides the model."""
+    """Everything the engine needs besides the model. graphs: replay recorded decode steps on a GPU; same bits."""
 
     device: str = "cpu"
     num_threads: int | None = None
@@ -131,3 +131,4 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
+    graphs: bool = True

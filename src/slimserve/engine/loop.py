@@ -15,10 +15,11 @@ from slimserve.cache.manager import CacheManager
 from slimserve.cache.prefix import CacheIdentity
 from slimserve.cache.storage import CacheStorage
 from slimserve.engine.config import Acceptance, DrafterKind, EngineConfig
+from slimserve.engine.forward import ForwardPass, GraphRecorder, TappedModel
 from slimserve.engine.inputs import InputBuffers
 from slimserve.engine.messages import EngineInfo, EngineStats
 from slimserve.engine.request import FinishReason, Request
-from slimserve.engine.runner import Runner, TappedModel
+from slimserve.engine.runner import Runner
 from slimserve.engine.scheduler import Scheduler
 from slimserve.engine.speculate import Drafter, Observer, SpeculationControl
 from slimserve.engine.speculate.build import DraftSetting, check_speculation, drafter_specs, make_drafter
@@ -26,6 +27,7 @@ from slimserve.engine.speculate.model_drafter import ModelDrafter
 from slimserve.engine.step import RequestOutput, StepPlan, StepResult
 from slimserve.errors import RequestError, RunError
 from slimserve.models.contract import CacheSpec, Model
+from slimserve.models.dflash2 import DFlash2Model
 
 logger = logging.getLogger("slimserve.engine")
 
@@ -50,7 +52,7 @@ class Engine:
         end_token_ids: frozenset[int] = frozenset(),
         identity: CacheIdentity | None = None,
         drafter: Drafter | None = None,
-        companion: Model | None = None,
+        companion: Model | DFlash2Model | None = None,
     ) -> None:
         """Allocate caches and buffers; raises RefusalError where the budget cannot hold one longest request.
 
@@ -108,12 +110,17 @@ class Engine:
         )
         most_tokens = limits.token_budget + limits.max_sequences * (1 + speculation.max_draft)
         buffers = InputBuffers(specs, limits.max_sequences, most_tokens, demand.max_context, device)
-        self.runner = Runner(
+        forward = ForwardPass(
             model,
             self.cache,
             storage.layers,
             buffers,
-            vocab_size=model.config.vocab_size,
+            model.config.vocab_size,
+            taps=isinstance(drafter, Observer) and bool(drafter.taps),
+            recorder=GraphRecorder(device) if device.type == "cuda" and config.graphs else None,
+        )
+        self.runner = Runner(
+            forward,
             end_token_ids=end_token_ids,
             drafter=drafter,
             rejection=speculation.acceptance is Acceptance.REJECTION,

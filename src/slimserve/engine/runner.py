@@ -1,75 +1,46 @@
-"""Runs one plan: inputs, model, logits, draws. The same code on CPU and CUDA."""
+"""Runs one plan: forward pass, draws, acceptance of drafts. The same code on CPU and CUDA."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, cast
 
 import torch
 
-from slimserve.cache.manager import CacheManager
-from slimserve.engine.inputs import InputBuffers
+from slimserve.engine.forward import Computed, ForwardPass
 from slimserve.engine.request import TokenLogprob
 from slimserve.engine.sample import SamplingRow, TokenCounts, build_batch, sample, score
 from slimserve.engine.speculate.acceptance import accept_by_ratio, accept_equal
 from slimserve.engine.speculate.contract import Drafter, Observer, Probabilistic
 from slimserve.engine.step import Row, RowResult, StepPlan, StepResult
-from slimserve.layers.contract import Caches, StepInput
-from slimserve.models.contract import Model
-
-
-class TappedModel(Protocol):
-    """A model that hands out the outputs of the layers in its `taps`."""
-
-    taps: tuple[int, ...]
-
-    def __call__(self, step: StepInput, caches: Caches, tapped: list[torch.Tensor] | None = None) -> torch.Tensor:
-        """As Model, and appends one [T, H] per tapped layer."""
-        ...
-
 
 _NOT_FINITE = "the model produced values that are not finite for this request; its reply cannot be trusted"
 
 
 class Runner:
-    """Holds the model, its caches and the persistent input buffers."""
+    """Computes a plan's rows: the model's forward pass, then the draws."""
 
     def __init__(
         self,
-        model: Model,
-        cache: CacheManager,
-        caches: Caches,
-        buffers: InputBuffers,
+        forward: ForwardPass,
         *,
-        vocab_size: int,
         end_token_ids: frozenset[int],
         drafter: Drafter | None = None,
         rejection: bool = False,
     ) -> None:
         """`rejection`: drafts stand by the ratio of probabilities instead of by equality with the target's draw."""
+        self.forward = forward
         self._observer = drafter if isinstance(drafter, Observer) else None
         self._probabilities = drafter if isinstance(drafter, Probabilistic) else None
         self._rejection = rejection
-        self._model = model
-        self._cache = cache
-        self._caches = caches
-        self._buffers = buffers
-        self._vocab_size = vocab_size
+        self._vocab_size = forward.vocab_size
         self._end_token_ids = end_token_ids
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Compute a plan's rows. A row whose values are not finite gets an error; the others are not affected."""
-        step = self._buffers.fill(plan, self._cache)
-        tapped: list[torch.Tensor] = []
-        if self._observer is not None and self._observer.taps:
-            hidden = cast(TappedModel, self._model)(step, self._caches, tapped)  # [T, H]
-        else:
-            hidden = self._model(step, self._caches)
-        wanted = step.logit_indices.numel() > 0
-        logits = self._model.logits(hidden[step.logit_indices]) if wanted else hidden.new_zeros((0, self._vocab_size))
-        finite = _finite_rows(plan, hidden, logits)
-        drawn = self._draw(plan.rows, logits, finite) if wanted else {}
+        computed = self.forward(plan)
+        logits = computed.logits
+        finite, drawn = self._draw(plan, computed)
         rows = []
         first = 0
         for r, row in enumerate(plan.rows):
@@ -86,33 +57,40 @@ class Runner:
             first += row.num_logits
         result = StepResult(tuple(rows))
         if self._observer is not None:
-            self._observer.observe(plan, result, hidden, tapped)
+            self._observer.observe(plan, result, computed.hidden, computed.tapped)
         return result
 
     def _draw(
-        self, rows: Sequence[Row], logits: torch.Tensor, finite: Sequence[bool]
-    ) -> dict[int, list[tuple[int, TokenLogprob | None]]]:
-        """Per row that samples: the target's draw after each of its drafts, and after the row's known tokens."""
+        self, plan: StepPlan, computed: Computed
+    ) -> tuple[list[bool], dict[int, list[tuple[int, TokenLogprob | None]]]]:
+        """Which rows are finite; per row that samples, the target's draw after each of its drafts and its known tokens.
+
+        Rows that turn out not to be finite are drawn as well (the sampler gives them some token), so that flags and
+        tokens come from the device together: the only wait of a step.
+        """
         sampling: list[SamplingRow] = []
         indices: list[int] = []
         owners: list[int] = []
         first = 0
-        for r, row in enumerate(rows):
-            if finite[r] and not (self._rejection and row.draft):
+        for r, row in enumerate(plan.rows):
+            if not (self._rejection and row.draft):
                 for i in range(row.num_samples):
                     sampling.append(self._sampling_row(row, i))
                     indices.append(first + row.num_scored + i)
                     owners.append(r)
             first += row.num_logits
         if not sampling:
-            return {}
-        chosen = logits if len(indices) == len(logits) else logits[indices]
+            return _finite_rows(plan, computed.finite.tolist()), {}
+        chosen = computed.logits if len(indices) == len(computed.logits) else computed.logits[indices]
         batch = build_batch(sampling, self._vocab_size)
-        tokens, logprobs = sample(chosen, batch).to_host(batch)
+        output = sample(chosen, batch)
+        together = torch.cat((computed.finite.to(torch.int64), output.token_ids)).tolist()
+        flags, tokens = together[: len(computed.finite)], together[len(computed.finite) :]
+        logprobs = output.logprobs_to_host(batch)
         drawn: dict[int, list[tuple[int, TokenLogprob | None]]] = {}
         for owner, token, logprob in zip(owners, tokens, logprobs, strict=True):
             drawn.setdefault(owner, []).append((token, logprob))
-        return drawn
+        return _finite_rows(plan, flags), drawn
 
     def _sampling_row(self, row: Row, num_drafts: int) -> SamplingRow:
         """The draw that follows the row's known tokens and num_drafts of its drafts."""
@@ -166,17 +144,14 @@ def _score_tokens(logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> 
     )
 
 
-def _finite_rows(plan: StepPlan, hidden: torch.Tensor, logits: torch.Tensor) -> list[bool]:
-    """Which rows have only finite hidden states and logits (a sum is finite exactly when all its terms are)."""
-    of_tokens = torch.isfinite(hidden.float().sum(dim=-1))  # [T]
-    of_logits = torch.isfinite(logits.sum(dim=-1))  # [L]
-    both = torch.cat((of_tokens, of_logits)).tolist()
-    if all(both):
+def _finite_rows(plan: StepPlan, flags: Sequence[bool | int]) -> list[bool]:
+    """Which rows have only finite hidden states and logits, from a flag per token and per logits row."""
+    if all(flags):
         return [True] * len(plan.rows)
     finite = []
     token, logit = 0, plan.num_tokens
     for row in plan.rows:
-        finite.append(all(both[token : token + row.q_len]) and all(both[logit : logit + row.num_logits]))
+        finite.append(all(flags[token : token + row.q_len]) and all(flags[logit : logit + row.num_logits]))
         token += row.q_len
         logit += row.num_logits
     return finite

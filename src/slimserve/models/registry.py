@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from slimserve.errors import FormatError, RefusalError
-from slimserve.models import dense, gemma3, glm5_config, glm5_next, llama, qwen2, qwen3_5
-from slimserve.models.contract import Model, ModelConfig
+from slimserve.models import dense, dflash2, dflash2_config, gemma3, glm5_config, glm5_next, llama, qwen2, qwen3_5
+from slimserve.models.contract import ModelConfig
 from slimserve.models.geometry import Shapes
 from slimserve.models.parameters import Parameters
 
@@ -29,7 +29,7 @@ class Architecture:
     gguf_names: tuple[str, ...]
     from_hf: ConfigReader
     from_gguf: ConfigReader
-    build: Callable[[Any, Parameters], Model]
+    build: Callable[[Any, Parameters], Any]
     ignored_hf: tuple[str, ...] = ()
     ignored_gguf: tuple[str, ...] = ()
 
@@ -95,6 +95,31 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         ignored_hf=("model.visual.*", "visual.*"),
     ),
 )
+
+
+DRAFTERS: tuple[Architecture, ...] = (
+    Architecture(
+        "dflash2",
+        ("DFlash2DraftModel", "DFlashDraftModel"),
+        (),
+        ("dflash",),
+        dflash2_config.from_hf,
+        dflash2_config.from_gguf,
+        dflash2.DFlash2Model,
+        ignored_hf=("embed_tokens.*", "*.rotary_emb.inv_freq"),
+        ignored_gguf=("token_embd.weight",),
+    ),
+)
+"""Models that only draft for another one; the target's embedding serves them."""
+
+
+def find_drafter(name: str) -> Architecture:
+    """The drafter that a container's architecture name means; raises RefusalError where it is none."""
+    for entry in DRAFTERS:
+        if name in (*entry.hf_architectures, *entry.gguf_names):
+            return entry
+    known = ", ".join(name for entry in DRAFTERS for name in (*entry.hf_architectures, *entry.gguf_names))
+    raise RefusalError(f"architecture {name[:80]!r} is not a drafter of this build ({known})")
 
 
 def supported_names(attribute: str) -> str:

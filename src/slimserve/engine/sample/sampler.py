@@ -24,9 +24,12 @@ class SampleOutput:
 
     def to_host(self, batch: SamplingBatch) -> tuple[list[int], list[TokenLogprob | None]]:
         """Token ids, and per row its log probabilities if it asked for them."""
-        tokens: list[int] = self.token_ids.tolist()
+        return self.token_ids.tolist(), self.logprobs_to_host(batch)
+
+    def logprobs_to_host(self, batch: SamplingBatch) -> list[TokenLogprob | None]:
+        """Per row its log probabilities if it asked for them."""
         if self.logprobs is None or self.top_ids is None or self.top_logprobs is None:
-            return tokens, [None] * len(tokens)
+            return [None] * len(batch.rows)
         chosen, ids, values = self.logprobs.tolist(), self.top_ids.tolist(), self.top_logprobs.tolist()
         found: list[TokenLogprob | None] = []
         for r, row in enumerate(batch.rows):
@@ -35,7 +38,7 @@ class SampleOutput:
                 found.append(None)
             else:
                 found.append(TokenLogprob(chosen[r], tuple(zip(ids[r][:count], values[r][:count], strict=True))))
-        return tokens, found
+        return found
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> SampleOutput:

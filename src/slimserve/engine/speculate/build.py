@@ -11,6 +11,7 @@ from slimserve.cache.budget import CacheDemand, full_budget, plan_cache
 from slimserve.cache.manager import CacheManager
 from slimserve.cache.storage import CacheStorage
 from slimserve.engine.config import DrafterKind, EngineConfig
+from slimserve.engine.speculate.block_drafter import BlockDrafter
 from slimserve.engine.speculate.contract import Drafter
 from slimserve.engine.speculate.draws import DraftSampler
 from slimserve.engine.speculate.lookup import PromptLookup
@@ -19,9 +20,10 @@ from slimserve.engine.speculate.nextn import NextNDrafter
 from slimserve.errors import RefusalError, UsageError
 from slimserve.layers.contract import Caches
 from slimserve.models.contract import CacheKind, CacheSpec, Model
+from slimserve.models.dflash2 import DFlash2Model
 from slimserve.models.recurrent import MAX_DRAFT_TOKENS
 
-WITH_COMPANION = (DrafterKind.MODEL,)
+WITH_COMPANION = (DrafterKind.MODEL, DrafterKind.DFLASH2)
 """Drafters that come with a model of their own."""
 
 _SHARE = 0.25
@@ -43,7 +45,7 @@ class DraftSetting:
     caches: Caches
     first_group: int
     end_token_ids: frozenset[int]
-    companion: Model | None
+    companion: Model | DFlash2Model | None
     free_bytes: int
 
     @property
@@ -58,7 +60,7 @@ class DraftSetting:
         return limits.token_budget + limits.max_sequences * (1 + self.config.speculation.max_draft)
 
 
-def check_speculation(model: Model, config: EngineConfig, companion: Model | None) -> None:
+def check_speculation(model: Model, config: EngineConfig, companion: Model | DFlash2Model | None) -> None:
     """Raise UsageError or RefusalError where the model cannot be drafted for as configured."""
     speculation = config.speculation
     if not 1 <= speculation.max_draft <= MAX_DRAFT_TOKENS:
@@ -74,9 +76,26 @@ def check_speculation(model: Model, config: EngineConfig, companion: Model | Non
         raise UsageError(
             f"drafter {kind} needs a model of its own; name its path" if needed else f"drafter {kind} takes no model"
         )
-    if speculation.drafter is DrafterKind.MODEL:
-        assert companion is not None
+    if companion is not None and (speculation.drafter is DrafterKind.DFLASH2) != isinstance(companion, DFlash2Model):
+        kinds = "is a DFlash2 drafter" if isinstance(companion, DFlash2Model) else "is no DFlash2 drafter"
+        raise UsageError(f"drafter {speculation.drafter.value}: the model named for it {kinds}")
+    if isinstance(companion, DFlash2Model):
+        _check_block_drafter(model, companion)
+    elif companion is not None:
         _check_small_model(model, config, companion)
+
+
+def _check_block_drafter(model: Model, companion: DFlash2Model) -> None:
+    own, target = companion.config, model.config
+    if not hasattr(model, "taps"):
+        raise RefusalError(f"a DFlash2 drafter reads layer outputs that {target.architecture} models do not hand out")
+    for name in ("hidden_size", "vocab_size"):
+        if getattr(own, name) != getattr(target, name):
+            raise RefusalError(
+                f"the drafter was made for a {name} of {getattr(own, name)} and the model's is {getattr(target, name)}"
+            )
+    if own.taps[-1] >= target.num_layers:
+        raise RefusalError(f"the drafter reads layer {own.taps[-1]} and the model has {target.num_layers} layers")
 
 
 def _check_small_model(model: Model, config: EngineConfig, companion: Model) -> None:
@@ -91,12 +110,20 @@ def _check_small_model(model: Model, config: EngineConfig, companion: Model) -> 
         )
 
 
-def drafter_specs(model: Model, config: EngineConfig, companion: Model | None) -> tuple[CacheSpec, ...]:
+def drafter_specs(model: Model, config: EngineConfig, companion: Model | DFlash2Model | None) -> tuple[CacheSpec, ...]:
     """Cache groups that the drafter adds to the model's own."""
+    own: Any = model.config
     if config.speculation.drafter is DrafterKind.NEXTN:
-        own: Any = model.config
         return tuple(own.drafter_caches(config.cache.dtype.torch))
+    if config.speculation.drafter is DrafterKind.DFLASH2:
+        assert companion is not None, "checked before"
+        return tuple(companion.config.drafter_caches(config.cache.dtype.torch, _first_layer(model)))
     return ()
+
+
+def _first_layer(model: Model) -> int:
+    """Number of a drafter's first layer: behind the trunk's and the model's own MTP layers."""
+    return int(model.config.num_layers) + int(getattr(model.config, "num_nextn", 0))
 
 
 def make_drafter(setting: DraftSetting) -> Drafter | None:
@@ -106,6 +133,8 @@ def make_drafter(setting: DraftSetting) -> Drafter | None:
         return PromptLookup(speculation.max_draft)
     if speculation.drafter is DrafterKind.NEXTN:
         return _nextn(setting)
+    if speculation.drafter is DrafterKind.DFLASH2:
+        return _block_drafter(setting)
     if speculation.drafter is DrafterKind.MODEL:
         return _model_drafter(setting)
     return None
@@ -130,9 +159,26 @@ def _nextn(setting: DraftSetting) -> NextNDrafter:
     )
 
 
+def _block_drafter(setting: DraftSetting) -> BlockDrafter:
+    model, companion = setting.model, setting.companion
+    assert isinstance(companion, DFlash2Model), "checked before"
+    return BlockDrafter(
+        companion,
+        model,
+        setting.cache,
+        setting.caches[_first_layer(model) :],
+        drafter_specs(model, setting.config, companion),
+        setting.first_group,
+        _sampler(setting, model.config.vocab_size),
+        max_tokens=setting.max_tokens,
+        device=setting.device,
+        dtype=setting.config.numerics.activation_dtype,
+    )
+
+
 def _model_drafter(setting: DraftSetting) -> ModelDrafter:
     companion, config = setting.companion, setting.config
-    assert companion is not None, "checked before"
+    assert companion is not None and not isinstance(companion, DFlash2Model), "checked before"
     specs = tuple(companion.config.caches(config.cache.dtype.torch))
     target = setting.cache.plan.demand
     demand = CacheDemand(

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from slimserve.engine.config import Acceptance, DraftDraw, SpeculationConfig
 from slimserve.engine.request import Request, SamplingParams
-from slimserve.engine.sample import Purpose, SamplingRow, TokenCounts, build_batch, sample
+from slimserve.engine.sample import Purpose, SamplingRow, TokenCounts, build_batch, host, sample
 from slimserve.engine.speculate.distribution import Distribution, distribution
+from slimserve.ops.reference.random import gumbel, random_bits
 
 
 class DraftSampler:
@@ -54,6 +57,26 @@ class DraftSampler:
             self._kept.setdefault(requests[r].request_id, []).append(drawn_from)
             tokens.append(drawn_from.draw(row.seed, row.position, Purpose.DRAFT))
         return torch.tensor(tokens, dtype=torch.int64).to(logits.device)
+
+    def draw_among(
+        self, request: Request, offset: int, ids: npt.NDArray[np.int64], scores: npt.NDArray[np.float32]
+    ) -> int:
+        """The place of the token drawn among candidates ids [C] with scores [C] in place of logits."""
+        row = self.row(request, offset)
+        order = np.argsort(ids)
+        x, ids = host.sanitize(scores[order]), ids[order]
+        if self._rejects:
+            local = distribution(x, row, None)
+            drawn_from = Distribution(ids[local.token_ids], local.probabilities)
+            self._kept.setdefault(request.request_id, []).append(drawn_from)
+            token = drawn_from.draw(row.seed, row.position, Purpose.DRAFT)
+            return int(order[np.searchsorted(ids, token)])
+        if row.params.temperature < host.GREEDY_BELOW:
+            return int(order[x.argmax()])
+        kept = host.kept_tokens(x, row.params)
+        kept = np.arange(x.size) if kept is None else np.sort(kept)
+        noise = gumbel(random_bits(ids[kept], row.seed, row.position, Purpose.TARGET))
+        return int(order[kept[((x[kept] - x.max()) * np.float32(1.0 / row.params.temperature) + noise).argmax()]])
 
     def row(self, request: Request, offset: int) -> SamplingRow:
         """The draw `offset` drafts behind the committed tokens.
