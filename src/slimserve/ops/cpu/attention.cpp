@@ -15,6 +15,7 @@ constexpr int PAGE = 64;
 constexpr int SEGMENT_PAGES = 8;
 constexpr int VECS = PAGE / L;  // score vectors of a page
 constexpr int TILE_QUERIES = 64;
+constexpr int ALONE_PAGES = 3;  // page visits that cost less than waking a thread
 #if defined(SLIM_AVX512)
 constexpr int QUERY_BLOCK = 6, VEC_BLOCK = 4;
 #else
@@ -363,7 +364,7 @@ void paged_attention(const Call& c, const int32_t* row_offsets, const int32_t* s
   const int64_t group = c.q_heads / c.kv_heads;
   const int64_t padded_dim = (c.dim + L - 1) / L * L, padded = (c.value_dim + L - 1) / L * L;
   const int64_t tile_tokens = group < TILE_QUERIES ? TILE_QUERIES / group : 1;
-  int64_t tiles_total = 0, segments_total = 0;
+  int64_t tiles_total = 0, segments_total = 0, pages_total = 0;
   for (int64_t r = 0; r < rows; ++r) tiles_total += (row_offsets[r + 1] - row_offsets[r] + tile_tokens - 1) / tile_tokens;
   if (tiles_total <= 0) return;
   Tile* tiles = (Tile*)scratch(6, (size_t)(tiles_total * c.kv_heads) * sizeof(Tile));
@@ -376,9 +377,14 @@ void paged_attention(const Call& c, const int32_t* row_offsets, const int32_t* s
         tiles[count] = {row_offsets[r] + t, starts[r] + t, r, h, n};
         const Segments s = segments_of(c, tiles[count]);
         segments_total += s.last - s.first;
+        pages_total += (starts[r] + t + n - 1) / PAGE - visible(c, starts[r] + t).low / PAGE + 1;
         ++count;
       }
     }
+  }
+  if (pages_total <= ALONE_PAGES) {
+    for (int64_t i = 0; i < count; ++i) attend_tile(c, tiles[i], padded_dim, padded);
+    return;
   }
   if (count >= 2 * pool_threads() || segments_total < 2 * count || pool_threads() == 1) {
     parallel(count, [&](int64_t i) { attend_tile(c, tiles[i], padded_dim, padded); });

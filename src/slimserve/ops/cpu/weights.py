@@ -63,6 +63,36 @@ def refuses(format_name: str, columns: int) -> str | None:
     return None
 
 
+class _Arena:
+    """Weights side by side in large blocks that the system backs with huge pages; a block lives as long as a slice."""
+
+    BLOCK = 64 << 20
+
+    def __init__(self) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def take(self, rows: int, row_bytes: int) -> torch.Tensor:
+        """Uninitialised uint8 [rows, row_bytes], aligned to 64 bytes."""
+        size = rows * row_bytes
+        if size > self.BLOCK // 4:
+            return _advised(size).view(rows, row_bytes)
+        start = -(-self._used // 64) * 64
+        if start + size > self._block.numel():
+            self._block, start = _advised(self.BLOCK), 0
+        self._used = start + size
+        return self._block[start : start + size].view(rows, row_bytes)
+
+
+def _advised(size: int) -> torch.Tensor:
+    data = torch.empty(size, dtype=torch.uint8)
+    load().slim_advise(data.data_ptr(), size)
+    return data
+
+
+_arena = _Arena()
+
+
 class PanelWeight:
     """One [N, K] matrix as the kernels read it: `part` and the tensors that it points to."""
 
@@ -85,8 +115,7 @@ class PanelWeight:
             panel_bytes = row_bytes * ROWS
         else:
             panels = -(-rows // ROWS)
-            self.data = torch.empty((panels, panel_bytes), dtype=torch.uint8)
-            library.slim_advise(self.data.data_ptr(), self.data.numel())
+            self.data = _arena.take(panels, panel_bytes)
             library.slim_relayout(
                 code,
                 data.data_ptr(),
