@@ -159,6 +159,7 @@ class FakeModel:
         self.fail_on: dict[int, str] = {}
         self.fault: tuple[str, int] | None = None
         self.num_tokens = 0
+        self.num_null_rows = 0
 
     def __call__(self, step: StepInput, caches: Caches) -> torch.Tensor:
         tokens = step.token_ids.numpy().astype(np.int64)
@@ -168,9 +169,15 @@ class FakeModel:
         assert len(offsets) == step.num_rows + 1 and offsets[-1] == step.num_tokens == tokens.size
         self.num_tokens += step.num_tokens
         fault, self.fault = self.fault, None
-        struck = -1 if fault is None else fault[1] % step.num_rows
+        null = [self._is_null(step, caches, r) for r in range(step.num_rows)]
+        assert null == sorted(null), "null rows stand behind the others"
+        struck = -1 if fault is None else fault[1] % (step.num_rows - sum(null))
         for r, start in enumerate(step.start_positions.tolist()):
             own = tokens[offsets[r] : offsets[r + 1]]
+            if null[r]:
+                self.num_null_rows += 1
+                self._check_null(step, caches, r, own)
+                continue
             positions = step.positions[offsets[r] : offsets[r + 1]].tolist()
             assert positions == list(range(start, start + own.size))
             for token in own.tolist():
@@ -202,6 +209,24 @@ class FakeModel:
         ids = torch.arange(VOCAB)
         distance = (ids[None, :] - hidden) % VOCAB
         return -distance.float() / 8
+
+    def _is_null(self, step, caches, r) -> bool:
+        """Whether the row owns no page and no open buffer."""
+        groups = [self._storage(step, caches, kind)[1] for kind in self.config.kinds]
+        owned = [group.block_table[r] for group in groups if group.block_table.numel()]
+        opened = [group.open_index[r] for group in groups if group.open_index.numel()]
+        return not any(bool(index.any()) for index in (*owned, *opened))
+
+    def _check_null(self, step, caches, r, own) -> None:
+        first = int(step.row_offsets[r])
+        assert not own.any() and int(step.start_positions[r]) == 0
+        assert step.positions[first : first + own.size].tolist() == list(range(own.size))
+        for kind in self.config.kinds:
+            group = self._storage(step, caches, kind)[1]
+            if kind is CacheKind.RECURRENT:
+                assert not group.state_in[r] and not group.state_out[r].any()
+            else:
+                assert not group.slots[first : first + own.size].any()
 
     def _storage(self, step, caches, kind):
         layer = {CacheKind.ATTENTION: 0, CacheKind.WINDOW: 1, CacheKind.RECURRENT: 3}.get(kind, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +14,7 @@ from slimserve.cache.manager import CacheManager
 from slimserve.cache.prefix import CacheIdentity
 from slimserve.cache.storage import CacheStorage
 from slimserve.engine.config import SchedulerConfig
+from slimserve.engine.forward import Computed, ForwardPass
 from slimserve.engine.inputs import InputBuffers
 from slimserve.engine.request import FinishReason, Request, SamplingParams
 from slimserve.engine.runner import Runner
@@ -44,6 +46,13 @@ class OracleDrafter:
         return tuple(t if self._rng.random() < self._right else self._rng.randrange(VOCAB) for t in draft)
 
 
+class PlainRecorder:
+    """Repeats the call itself: steps are widened with null rows as for graphs, on any device."""
+
+    def record(self, run: Callable[[], Computed], result: Computed) -> Callable[[], Computed]:
+        return run
+
+
 @dataclass
 class Open:
     """What a history knows about a request that has not ended."""
@@ -72,6 +81,7 @@ class House:
         prefix_caching: bool = True,
         right_drafts: float | None = 0.7,
         max_queue: int = 12,
+        padded: bool = False,
     ) -> None:
         self.rng = random.Random(seed)
         self.kinds = kinds
@@ -108,9 +118,9 @@ class House:
         self.model = FakeModel(kinds, max_context)
         most = token_budget + max_sequences * (1 + MAX_DRAFT)
         buffers = InputBuffers(specs, max_sequences, most, max_context, torch.device("cpu"))
-        self.runner = Runner(
-            self.model, self.cache, storage.layers, buffers, vocab_size=VOCAB, end_token_ids=frozenset({END_TOKEN})
-        )
+        recorder = PlainRecorder() if padded else None
+        self.forward = ForwardPass(self.model, self.cache, storage.layers, buffers, VOCAB, recorder=recorder)
+        self.runner = Runner(self.forward, end_token_ids=frozenset({END_TOKEN}))
         self.open: dict[str, Open] = {}
         self.past: list[list[int]] = []
         self.num_submitted = self.num_ended = self.num_refused = self.num_steps = 0

@@ -139,6 +139,11 @@ class ForwardPass:
     def __post_init__(self) -> None:
         self._counts = row_counts(self.buffers.max_rows)
 
+    @property
+    def recorded_shapes(self) -> tuple[Padding, ...]:
+        """The shapes that were recorded so far."""
+        return tuple(self._recorded)
+
     @torch.inference_mode()
     def __call__(self, plan: StepPlan) -> Computed:
         """What the model computes for the plan's rows, on the device; valid until the next call."""
