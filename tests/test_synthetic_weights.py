@@ -136,7 +136,7 @@ def test_files_carry_the_stand_in_tokenizer(model: SyntheticModel, tmp_path: Pat
 
 
 def test_wrong_targets_and_formats_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="ends in .gguf"):
+    with pytest.raises(UsageError, match=r"ends in \.gguf"):
         synthesize(tiny_synthetic.tiny("qwen35-4b"), tmp_path / "folder")
     with pytest.raises(UsageError, match="give a folder"):
         synthesize(tiny_synthetic.tiny("qwen38-nvfp4-1"), tmp_path / "x.gguf")

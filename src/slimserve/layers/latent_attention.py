@@ -7,7 +7,6 @@ V_h = Wv_h c) is its oracle in the tests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,7 @@ import torch
 from slimserve import ops
 from slimserve.layers.contract import IndexerStorage, LatentStorage, StepInput
 from slimserve.layers.norm import RMSNorm
-from slimserve.ops import LinearWeight
+from slimserve.ops import HeadWeight, LinearWeight
 
 KEY_NORM_EPS = 1e-6
 
@@ -28,14 +27,6 @@ class LatentShape:
     qk_dim: int
     value_dim: int
     latent_dim: int
-
-
-def per_head(x: torch.Tensor, weights: Sequence[LinearWeight]) -> torch.Tensor:
-    """Multiply each head's rows with its own matrix: x [T, heads, K] -> [T, heads, N]."""
-    out = torch.empty(x.shape[0], len(weights), weights[0].out_features, dtype=x.dtype, device=x.device)
-    for head, weight in enumerate(weights):
-        out[:, head] = ops.linear(x[:, head].contiguous(), weight)
-    return out
 
 
 class PooledIndexer:
@@ -110,8 +101,8 @@ class LatentAttention:
         q_b: LinearWeight,
         kv_a: LinearWeight,
         kv_norm: RMSNorm,
-        absorb_k: Sequence[LinearWeight],
-        expand_v: Sequence[LinearWeight],
+        absorb_k: HeadWeight,
+        expand_v: HeadWeight,
         output: LinearWeight,
         indexer: PooledIndexer | None,
     ) -> None:
@@ -146,7 +137,7 @@ class LatentAttention:
             pools = self.indexer(x, q_latent, step, indexer_cache)
         assert pools is not None, "the first latent layer has an indexer"
         z = ops.latent_attention(
-            per_head(q, self.absorb_k),
+            ops.head_linear(q, self.absorb_k),
             cache.latent,
             group.block_table,
             pools,
@@ -156,6 +147,5 @@ class LatentAttention:
             pool=self.pool,
             max_context=step.max_context,
         )  # [T, heads, latent_dim]
-        out = per_head(z, self.expand_v)  # [T, heads, value_dim]
+        out = ops.head_linear(z, self.expand_v)  # [T, heads, value_dim]
         return ops.linear(out.view(num_tokens, -1), self.output), pools
-

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from slimserve import ops
@@ -18,7 +16,7 @@ from slimserve.layers.norm import RMSNorm
 from slimserve.models.glm5_config import Glm5Config
 from slimserve.models.glm5_names import Naming
 from slimserve.models.parameters import Parameters
-from slimserve.ops import LinearWeight
+from slimserve.ops import HeadWeight
 from slimserve.quant.formats import BF16, F32
 from slimserve.quant.tensor import PackedTensor
 
@@ -82,35 +80,20 @@ def _latent(config: Glm5Config, layer: int, parameters: Parameters) -> LatentAtt
     )
 
 
-def _per_head_weights(
-    config: Glm5Config, own: str, parameters: Parameters
-) -> tuple[list[LinearWeight], list[LinearWeight]]:
+def _per_head_weights(config: Glm5Config, own: str, parameters: Parameters) -> tuple[HeadWeight, HeadWeight]:
     """Per head: Wk^T [latent, qk] and Wv [value, latent]. HF stores Wk untransposed, so it is decoded and turned."""
     shape = config.latent
-    if config.naming is Naming.HF:
+    if config.naming is not Naming.HF:
+        absorb_k, expand_v = (parameters.packed(f"{own}.{name}.weight") for name in ("k_b", "v_b"))
+    else:
         rows = shape.qk_dim + shape.value_dim
         packed = parameters.packed(f"{own}.kv_b.weight")
         dtype, storage = (torch.float32, F32) if packed.format is F32 else (torch.bfloat16, BF16)
         plain = packed.dequantize(dtype).view(shape.num_heads, rows, shape.latent_dim)
-        keys = [part[: shape.qk_dim].T.contiguous() for part in plain]
-        values = [part[shape.qk_dim :].contiguous() for part in plain]
-        parts = [[PackedTensor(storage, tuple(t.shape), t, packed.name) for t in side] for side in (keys, values)]
-    else:
-        parts = [_experts_of(parameters.packed(f"{own}.{name}.weight")) for name in ("k_b", "v_b")]
-    absorb_k = [parameters.prepare(f"{own}.absorb_k.{head}", part) for head, part in enumerate(parts[0])]
-    expand_v = [parameters.prepare(f"{own}.expand_v.{head}", part) for head, part in enumerate(parts[1])]
-    return absorb_k, expand_v
-
-
-def _experts_of(packed: PackedTensor) -> list[PackedTensor]:
-    """The matrices of a stack [E, N, K]."""
-    return [
-        replace(
-            packed, shape=packed.shape[1:], data=packed.data[index],
-            scales={key: scale[index] for key, scale in packed.scales.items()},
-        )
-        for index in range(packed.shape[0])
-    ]  # fmt: skip
+        keys = plain[:, : shape.qk_dim].transpose(1, 2).contiguous()
+        values = plain[:, shape.qk_dim :].contiguous()
+        absorb_k, expand_v = (PackedTensor(storage, tuple(t.shape), t, packed.name) for t in (keys, values))
+    return parameters.heads(f"{own}.absorb_k", absorb_k), parameters.heads(f"{own}.expand_v", expand_v)
 
 
 def _indexer(config: Glm5Config, own: str, parameters: Parameters) -> PooledIndexer:

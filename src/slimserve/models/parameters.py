@@ -9,7 +9,7 @@ import torch
 
 from slimserve import ops
 from slimserve.errors import FormatError
-from slimserve.ops import Activations, ExpertWeights, LinearWeight, NumericsConfig
+from slimserve.ops import Activations, ExpertWeights, HeadWeight, LinearWeight, NumericsConfig
 from slimserve.quant.tensor import PackedTensor
 
 
@@ -44,7 +44,7 @@ class Parameters:
         self.device = device
         self.numerics = numerics
         self._tables: dict[str, PackedTensor | LinearWeight] = {}
-        self.prepared: dict[str, LinearWeight | ExpertWeights] = {}
+        self.prepared: dict[str, LinearWeight | ExpertWeights | HeadWeight] = {}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -110,6 +110,12 @@ class Parameters:
     def prepare(self, key: str, part: PackedTensor, numerics: NumericsConfig | None = None) -> LinearWeight:
         """Prepare a matrix that a builder took (and cut) itself."""
         weight = ops.prepare_linear([part], device=self.device, numerics=numerics or self.numerics)
+        self.prepared[key] = weight
+        return weight
+
+    def heads(self, key: str, stack: PackedTensor) -> HeadWeight:
+        """Prepare a stack [heads, N, K] that a builder took itself."""
+        weight = ops.prepare_head_linear(stack, device=self.device, numerics=self.numerics)
         self.prepared[key] = weight
         return weight
 

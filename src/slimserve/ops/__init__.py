@@ -12,6 +12,7 @@ from slimserve.ops.elementwise import (
     write_pages,
 )
 from slimserve.ops.explain import explain
+from slimserve.ops.heads import HeadWeight, head_linear, prepare_head_linear
 from slimserve.ops.hybrid import (
     causal_conv,
     gate_multiply,
@@ -35,6 +36,7 @@ __all__ = [
     "Case",
     "Choice",
     "ExpertWeights",
+    "HeadWeight",
     "KernelEntry",
     "KernelRow",
     "LinearWeight",
@@ -50,6 +52,7 @@ __all__ = [
     "gate_multiply",
     "gated_delta_rule",
     "gelu_tanh_mul",
+    "head_linear",
     "hyper_post",
     "hyper_pre",
     "latent_attention",
@@ -58,6 +61,7 @@ __all__ = [
     "log_decay",
     "paged_attention",
     "prepare_experts",
+    "prepare_head_linear",
     "prepare_linear",
     "prepare_table",
     "rms_norm",

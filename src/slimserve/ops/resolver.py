@@ -22,6 +22,7 @@ class Op(Enum):
 
     LINEAR = "linear"
     EXPERTS = "expert_linear"
+    HEAD_LINEAR = "head_linear"
     EMBEDDING = "embedding"
     RMS_NORM = "rms_norm"
     ADD_RMS_NORM = "add_rms_norm"
@@ -70,7 +71,7 @@ class KernelEntry:
     """One kernel: `refuses(case)` is None where it serves the case, else one short reason.
 
     `implementation` follows the public signature of its operation, except for the operations with a prepared
-    weight: LINEAR and EXPERTS implement the factories described in `ops.weights`.
+    weight: LINEAR and EXPERTS implement the factories described in `ops.weights`, HEAD_LINEAR that of `ops.heads`.
     """
 
     op: Op

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from slimserve.ops.resolver import Case, KernelEntry, Op
-from slimserve.ops.triton import attention, experts, linear, linear_attention, relayout, rows, sparse
+from slimserve.ops.triton import attention, experts, gates, heads, linear, linear_attention, relayout, rows, sparse
 
 KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 
@@ -41,6 +41,8 @@ def entries() -> tuple[KernelEntry, ...]:
         Op.GELU_TANH_MUL: rows.gelu_tanh_mul,
         Op.ROPE: rows.rope,
         Op.LAYER_NORM: sparse.layer_norm,
+        Op.GATE_MULTIPLY: gates.gate_multiply,
+        Op.LOG_DECAY: gates.log_decay,
         Op.CAUSAL_CONV: linear_attention.causal_conv,
         Op.DELTA_RULE: linear_attention.gated_delta_rule,
         Op.HYPER_PRE: sparse.hyper_pre,
@@ -52,6 +54,7 @@ def entries() -> tuple[KernelEntry, ...]:
     paged: dict[Op, Callable[..., Any]] = {
         Op.WRITE_PAGES: rows.write_pages,
         Op.PAGED_ATTENTION: attention.paged_attention,
+        Op.WRITE_LATENTS: gates.write_latents,
         Op.LATENT_ATTENTION: sparse.latent_attention,
     }
     groups = ((row_kernels, _float_activations), (paged, _float_or_fp8_cache))
@@ -60,4 +63,5 @@ def entries() -> tuple[KernelEntry, ...]:
     ]
     found.append(KernelEntry(Op.LINEAR, "triton tiles", _served_weight, linear.TritonLinear))
     found.append(KernelEntry(Op.EXPERTS, "triton grouped tiles", _served_weight, experts.TritonExperts))
+    found.append(KernelEntry(Op.HEAD_LINEAR, "triton grouped tiles", _served_weight, heads.TritonHeads))
     return tuple(found)
