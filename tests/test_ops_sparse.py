@@ -85,6 +85,50 @@ def test_pools_and_selection(name: str) -> None:
         close(got, reference)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
+def test_latents_of_every_cache_dtype(name: str, dtype: torch.dtype) -> None:
+    ops, device = implementation(name), device_of(name)
+    generator = torch.Generator().manual_seed(6)
+    starts, offsets, table, _ = layout(generator)
+    num_tokens, dim = int(offsets[-1]), 40
+    store = torch.randn(24, 64, dim, generator=generator).to(dtype)
+    q = torch.randn(num_tokens, 3, dim, generator=generator)
+    index = [t.to(device) for t in (table, offsets, starts)]
+    expected = latent.latent_attention(q, store, table, None, offsets, starts, scale=0.2, pool=4, max_context=132)
+    got = ops.latent_attention(
+        q.to(device), store.to(device), index[0], None, index[1], index[2], scale=0.2, pool=4, max_context=132
+    )
+    close(got, expected)
+
+
+@pytest.mark.parametrize("heads", [5, 16])
+def test_selection_does_not_depend_on_the_step(name: str, heads: int) -> None:
+    """Tokens of several rows at once, and each alone: the same pools; bfloat16 keys, more pools than vector lanes."""
+    ops, device = implementation(name), device_of(name)
+    generator = torch.Generator().manual_seed(7)
+    lengths, dim = [(37, 21), (150, 3), (0, 9)], 24
+    offsets = torch.tensor([0, 21, 24, 33], dtype=torch.int32).to(device)
+    starts = torch.tensor([start for start, _ in lengths], dtype=torch.int32).to(device)
+    table = (torch.randperm(20, generator=generator)[:9].view(3, 3) + 1).to(torch.int32).to(device)
+    pages = torch.randn(24, 16, dim, generator=generator).bfloat16().to(device)
+    queries = torch.randn(33, heads, dim, generator=generator).to(device)
+    weights = torch.randn(33, heads, generator=generator).to(device)
+    settings = {"top_pools": 7, "scale": dim**-0.5, "max_context": 153}
+    together = ops.select_pools(queries, weights, pages, table, offsets, starts, **settings)
+    on_cpu = [t.cpu() for t in (queries, weights, pages, table, offsets, starts)]
+    assert torch.equal(together.cpu(), indexer.select_pools(*on_cpu, **settings))
+    flat = 0
+    for row, (start, count) in enumerate(lengths):
+        for position in range(start, start + count):
+            alone = ops.select_pools(
+                queries[flat : flat + 1], weights[flat : flat + 1], pages, table[row : row + 1],
+                torch.tensor([0, 1], dtype=torch.int32, device=device),
+                torch.tensor([position], dtype=torch.int32, device=device), **settings,
+            )  # fmt: skip
+            assert torch.equal(alone[0], together[flat]), f"row {row}, position {position}"
+            flat += 1
+
+
 def test_equal_scores_prefer_the_lower_index(name: str) -> None:
     ops, device = implementation(name), device_of(name)
     pages = torch.zeros(3, 16, 16)

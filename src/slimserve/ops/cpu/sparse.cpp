@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t PAGE = 64;
 enum Scratch { SCORES = 7, LATENT = 7, STREAMS = 7 };  // never nested
-enum Type { FLOAT32 = 0, BFLOAT16 = 1, E4M3 = 3 };  // activations.h has the whole list
+enum Type { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, E4M3 = 3 };  // as activations.h numbers them
 
 void read_row(float* to, const void* from, int type, int64_t index, int64_t n, int64_t room) {
   if (type == FLOAT32) {
@@ -20,6 +20,9 @@ void read_row(float* to, const void* from, int type, int64_t index, int64_t n, i
   } else if (type == BFLOAT16) {
     const uint16_t* source = (const uint16_t*)from + index;
     for (int64_t i = 0; i < n; ++i) to[i] = bf16_to_float(source[i]);
+  } else if (type == FLOAT16) {
+    const uint16_t* source = (const uint16_t*)from + index;
+    for (int64_t i = 0; i < n; ++i) to[i] = half_to_float(source[i]);
   } else {
     const uint8_t* source = (const uint8_t*)from + index;
     for (int64_t i = 0; i < n; ++i) to[i] = e4m3_to_float(source[i]);
@@ -119,38 +122,103 @@ struct Selection {
   int page_type;
 };
 
-void select_pools(const Selection& a) {
-  const int64_t room = padded(a.dim), per_page = PAGE / a.pool;
-  parallel(a.tokens, [&](int64_t token) {
-    const int64_t row = row_of(a.row_offsets, token);
-    const int64_t position = a.start_positions[row] + token - a.row_offsets[row];
-    const int64_t visible = (position + 1) / a.pool, count = std::min(visible, a.top_pools);
-    int32_t* out = a.chosen + token * a.top_pools;
-    for (int64_t i = count; i < a.top_pools; ++i) out[i] = -1;
-    if (visible <= a.top_pools) {
-      for (int64_t i = 0; i < count; ++i) out[i] = (int32_t)i;
-      return;
+namespace {
+
+constexpr int64_t GROUP = 8;  // tokens that share the decoding of keys
+
+// What one token of a group scores with, and where its ranks go; ranks is null where every visible pool is chosen.
+struct Scored {
+  const float *queries, *weights;
+  uint64_t* ranks;
+  int64_t visible;
+};
+
+// sum_h w_h relu(q_h . P * scale) of L pools at once: a lane is a pool, and its products are added in channel order.
+F score_pools(const Selection& a, const Scored& token, const float* keys) {
+  F score = f_zero();
+  const auto add = [&](F dots, int64_t head) {
+    // The second operand stands where one is NaN: a NaN product must rank last, not count as zero.
+    score = f_fma(f_set(token.weights[head]), f_max(f_zero(), f_mul(dots, f_set(a.scale))), score);
+  };
+  int64_t head = 0;
+  for (; head + 4 <= a.heads; head += 4) {
+    const float* q = token.queries + head * a.dim;
+    F dots[4];
+    unroll<4>(UNROLLED(j) { dots[j] = f_zero(); });
+    for (int64_t c = 0; c < a.dim; ++c) {
+      const F key = f_load(keys + c * L);
+      unroll<4>(UNROLLED(j) { dots[j] = f_fma(f_set(q[j * a.dim + c]), key, dots[j]); });
     }
-    uint8_t* memory = (uint8_t*)scratch(SCORES, 8 * (size_t)visible + 4 * (size_t)(room * (a.heads + 1)));
-    uint64_t* order = (uint64_t*)memory;
-    float *queries = (float*)(memory + 8 * visible), *key = queries + room * a.heads;
-    for (int64_t h = 0; h < a.heads; ++h)
-      read_row(queries + h * room, a.queries, FLOAT32, (token * a.heads + h) * a.dim, a.dim, room);
-    const float* weights = a.head_weights + token * a.heads;
-    for (int64_t pool = 0; pool < visible; ++pool) {
+    unroll<4>(UNROLLED(j) { add(dots[j], head + j); });
+  }
+  for (; head < a.heads; ++head) {
+    F dots = f_zero();
+    for (int64_t c = 0; c < a.dim; ++c) dots = f_fma(f_set(token.queries[head * a.dim + c]), f_load(keys + c * L), dots);
+    add(dots, head);
+  }
+  return score;
+}
+
+// Pools first .. first + L - 1 of a row, channel by channel: [dim, L]; pools behind the last are zero.
+void load_pools(const Selection& a, int64_t row, int64_t first, int64_t last, float* keys, float* line) {
+  const int64_t per_page = PAGE / a.pool;
+  for (int64_t lane = 0; lane < L; ++lane) {
+    const int64_t pool = first + lane;
+    if (pool < last) {
       const int64_t page = a.block_table[row * a.blocks + pool / per_page];
-      read_row(key, a.pages, a.page_type, (page * per_page + pool % per_page) * a.dim, a.dim, room);
-      float score = 0.0f;
-      for (int64_t h = 0; h < a.heads; ++h) {
-        const float product = dot16(queries + h * room, key, room) * a.scale;
-        score += weights[h] * (product > 0.0f ? product : product != product ? product : 0.0f);
-      }
-      // A higher key is a better pool; among equals the lower index.
-      order[pool] = (uint64_t)ordered(score) << 32 | (uint32_t)~(uint32_t)pool;
+      read_row(line, a.pages, a.page_type, (page * per_page + pool % per_page) * a.dim, a.dim, a.dim);
     }
-    std::nth_element(order, order + count - 1, order + visible, std::greater<uint64_t>());
-    for (int64_t i = 0; i < count; ++i) out[i] = (int32_t)~(uint32_t)order[i];
-    std::sort(out, out + count);
+    for (int64_t c = 0; c < a.dim; ++c) keys[c * L + lane] = pool < last ? line[c] : 0.0f;
+  }
+}
+
+// Tokens begin .. end - 1 of one row.
+void select_group(const Selection& a, int64_t row, int64_t begin, int64_t end) {
+  const int64_t first_position = a.start_positions[row] + begin - a.row_offsets[row];
+  const int64_t most = (first_position + end - begin) / a.pool;
+  Scored tokens[GROUP];
+  uint8_t* memory = (uint8_t*)scratch(SCORES, 8 * (size_t)(GROUP * most) + 4 * (size_t)(a.dim * (L + 1)));
+  float *keys = (float*)(memory + 8 * GROUP * most), *line = keys + a.dim * L;
+  bool scoring = false;
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t visible = (first_position + i - begin + 1) / a.pool;
+    uint64_t* ranks = visible > a.top_pools ? (uint64_t*)memory + (i - begin) * most : nullptr;
+    tokens[i - begin] = {a.queries + i * a.heads * a.dim, a.head_weights + i * a.heads, ranks, visible};
+    scoring |= ranks != nullptr;
+  }
+  for (int64_t first = 0; scoring && first < most; first += L) {
+    load_pools(a, row, first, most, keys, line);
+    for (int64_t i = 0; i < end - begin; ++i) {
+      if (!tokens[i].ranks || first >= tokens[i].visible) continue;
+      alignas(64) float scores[16];
+      f_store(scores, score_pools(a, tokens[i], keys));
+      // A higher rank is a better pool; among equals the lower index.
+      for (int64_t pool = first; pool < std::min(first + L, tokens[i].visible); ++pool)
+        tokens[i].ranks[pool] = (uint64_t)ordered(scores[pool - first]) << 32 | (uint32_t)~(uint32_t)pool;
+    }
+  }
+  for (int64_t i = 0; i < end - begin; ++i) {
+    int32_t* out = a.chosen + (begin + i) * a.top_pools;
+    uint64_t* ranks = tokens[i].ranks;
+    const int64_t count = std::min(tokens[i].visible, a.top_pools);
+    if (ranks) std::nth_element(ranks, ranks + count - 1, ranks + tokens[i].visible, std::greater<uint64_t>());
+    for (int64_t place = 0; place < count; ++place) out[place] = ranks ? (int32_t)~(uint32_t)ranks[place] : (int32_t)place;
+    for (int64_t place = count; place < a.top_pools; ++place) out[place] = -1;
+    if (ranks) std::sort(out, out + count);
+  }
+}
+
+}  // namespace
+
+void select_pools(const Selection& a) {
+  parallel((a.tokens + GROUP - 1) / GROUP, [&](int64_t task) {
+    const int64_t stop = std::min(a.tokens, (task + 1) * GROUP);
+    for (int64_t token = task * GROUP; token < stop;) {
+      const int64_t row = row_of(a.row_offsets, token);
+      const int64_t end = std::min<int64_t>(stop, a.row_offsets[row + 1]);
+      select_group(a, row, token, end);
+      token = end;
+    }
   });
 }
 
