@@ -95,6 +95,21 @@ class TestTriton:
         small = log_decay(torch.full((1, 6), -30.0).to(DEVICE), torch.zeros(6).to(DEVICE), rate.to(DEVICE), None).cpu()
         assert error_of(small, rate[None].double() * torch.nn.functional.softplus(torch.tensor(-30.0)).double()) < 1e-5
 
+    @pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q8_0", "Q2_K", "IQ2_XXS", "F8_E4M3", "E2M1_G16", "BF16", "Q5_0"])
+    def test_the_plan_knows_what_a_layout_takes(self, name: str) -> None:
+        from slimserve.ops.held import held_bytes
+        from slimserve.ops.triton.relayout import relayout
+
+        fmt = find_format(name)
+        assert fmt is not None
+        scales = "channel" if name == "F8_E4M3" else ""
+        bits = RandomBits(1, name, torch.device("cpu"))
+        for shape in ((96, 1280), (3, 32, 2304)) if not scales and name != "E2M1_G16" else ((96, 1280),):
+            packed = random_packed(fmt, shape, 0.02, bits, scales=scales, name=name)
+            held = relayout(packed, torch.device("cpu"))
+            table = 0 if held.table is None else held.table.numel() * held.table.element_size()
+            assert held_bytes(name, shape, packed.num_bytes) == held.num_bytes - table
+
     def test_write_latents(self) -> None:
         from slimserve.ops.triton.gates import write_latents
 

@@ -61,7 +61,8 @@ def test_terms_add_up_to_the_engines_own_split(name: str, context: int, sequence
     assert result.fits and result.cache is not None
     model = description(name)
     weights = sum(t.num_bytes for t in result.terms if t.name.startswith(("weights.", "drafter.")))
-    assert weights == model.weight_bytes
+    # On a device, matrices are held in their kernels' layout: a little more than stored.
+    assert model.weight_bytes <= weights < 1.12 * model.weight_bytes
     caches = sum(t.num_bytes for t in result.terms if t.name.startswith("cache."))
     assert caches == result.cache.budget_bytes
     assert result.total_bytes + result.reserve_bytes <= GPU.free_bytes

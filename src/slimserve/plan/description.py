@@ -54,7 +54,10 @@ class CacheTerm:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One parameter's bytes in memory. `experts`: how many experts a stacked parameter holds (0 = no expert)."""
+    """One parameter's bytes as stored. `experts`: how many experts a stacked parameter holds (0 = no expert).
+
+    `shape` is set for matrices, whose layout on a device may differ from the stored one.
+    """
 
     name: str
     family: str
@@ -65,6 +68,7 @@ class Weight:
     experts: int = 0
     source: str = ""
     host: bool = False
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +213,8 @@ def _weight(config: Any, spec: ParameterSpec, fmt: str, num_bytes: int) -> Weigh
         family = DRAFTER
     experts = spec.shape[0] if spec.role is Role.EXPERT else 0
     rows = spec.shape[-2] if len(spec.shape) > 1 and spec.role in (Role.LINEAR, Role.EXPERT) else 0
-    return Weight(spec.name, family, fmt, num_bytes, rows, spec.layer, experts)
+    matrix = spec.role in (Role.LINEAR, Role.EXPERT, Role.EMBEDDING, Role.HEAD)
+    return Weight(spec.name, family, fmt, num_bytes, rows, spec.layer, experts, shape=spec.shape if matrix else ())
 
 
 def _from_config(

@@ -18,6 +18,7 @@ from slimserve.errors import RefusalError
 from slimserve.hardware import format_bytes
 from slimserve.layers.contract import BLOCK_TOKENS
 from slimserve.models.contract import BufferSpec, CacheKind, CacheSpec, Role
+from slimserve.ops.held import held_bytes
 from slimserve.plan.description import DRAFTER, Description
 
 MIB = 1 << 20
@@ -308,9 +309,7 @@ def _fixed_terms(
     return [*terms, *working, graphs, Term("slack", slack, label, f"{SLACK_SHARE:.0%} of working memory, or a floor")]
 
 
-def _rounding(
-    description: Description, specs: Sequence[CacheSpec], demand: CacheDemand, memory: DeviceMemory
-) -> int:
+def _rounding(description: Description, specs: Sequence[CacheSpec], demand: CacheDemand, memory: DeviceMemory) -> int:
     """What rounding costs: exactly for weights as the file holds them, half a piece for each large cache tensor."""
     sizes = [-(-weight.num_bytes // memory.count) for weight in description.weights if not weight.host]
     weights = sum(-size % ROUNDING for size in sizes if size > ROUNDED_FROM)
@@ -325,11 +324,14 @@ def _rounding(
 
 
 def _weight_terms(description: Description, memory: DeviceMemory) -> list[Term]:
-    """Weights by family and format; families that are not split are held by every device whole."""
+    """Weights by family and format, as their kernels hold them; families that are not split are whole everywhere."""
     sums: dict[tuple[str, str, str, bool], int] = {}
     for weight in description.weights:
         key = (weight.family, weight.format, weight.source, weight.host)
-        sums[key] = sums.get(key, 0) + weight.num_bytes
+        size = weight.num_bytes
+        if memory.kind == "cuda" and weight.shape and weight.format:
+            size = held_bytes(weight.format, weight.shape, size)
+        sums[key] = sums.get(key, 0) + size
     terms = []
     for (family, fmt, source, host), num_bytes in sums.items():
         split = family not in REPLICATED and memory.count > 1 and not host

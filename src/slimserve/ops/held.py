@@ -1,0 +1,61 @@
+"""What a weight takes on a device after its load-time relayout, without making it there."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import lru_cache
+from math import prod
+
+import torch
+
+from slimserve.quant.formats import PLAIN_DTYPES, find_format
+from slimserve.quant.tensor import PackedTensor
+
+_ROWS = 16
+_PERIOD = 4
+"""Steps of K after which every layout repeats: some words hold fields of that many."""
+
+
+def held_bytes(format_name: str, shape: tuple[int, ...], stored: int) -> int:
+    """Bytes of a matrix [..., N, K] as the CUDA kernels hold it; `stored` where they hold it as it is.
+
+    Found by laying out a few rows of zeros: what a row takes is a function of format and K alone.
+    """
+    if len(shape) < 2 or importlib.util.find_spec("triton") is None:
+        return stored
+    found = _bytes_of_row(format_name)
+    if found is None:
+        return stored
+    step, short, per_period = found
+    periods, rest = divmod(-(-shape[-1] // step), _PERIOD)
+    return prod(shape[:-1]) * (short[rest] + per_period * periods)
+
+
+@lru_cache
+def _bytes_of_row(format_name: str) -> tuple[int, tuple[int, ...], int] | None:
+    """(elements of a step, bytes of rows of 0 .. 3 steps, bytes of every further four); None where stored as it is."""
+    from slimserve.ops.triton.formats import TILE_FORMATS
+    from slimserve.ops.triton.relayout import relayout
+
+    fmt = find_format(format_name)
+    if fmt is None or fmt.name not in TILE_FORMATS or fmt.name in ("F32", "F16", "BF16"):
+        return None
+    step = TILE_FORMATS[fmt.name].step
+
+    def held(rows: int, width: int) -> int:
+        columns = width if fmt.name in PLAIN_DTYPES else fmt.row_bytes(width)
+        data = torch.zeros((rows, columns), dtype=PLAIN_DTYPES.get(fmt.name, torch.uint8))
+        scales: dict[str, torch.Tensor] = {}
+        if fmt.name == "E2M1_G16":
+            scales["weight_scale"] = torch.zeros((rows, width // 16), dtype=torch.float8_e4m3fn)
+        elif fmt.name == "INT4":
+            scales["weight_scale"] = torch.zeros((rows, width // 128), dtype=torch.bfloat16)
+        elif fmt.name == "F8_E4M3":
+            scales["weight_scale"] = torch.zeros((rows, 1))
+        packed = PackedTensor(fmt, (rows, width), data, "", scales)
+        return relayout(packed, torch.device("cpu")).num_bytes
+
+    # Differences of sizes leave out what a weight takes once (a table of grid points).
+    sizes = [(held(2 * _ROWS, n * step) - held(_ROWS, n * step)) // _ROWS for n in range(1, 2 * _PERIOD + 1)]
+    per_period = sizes[2 * _PERIOD - 1] - sizes[_PERIOD - 1]
+    return step, (sizes[_PERIOD - 1] - per_period, *sizes[: _PERIOD - 1]), per_period
