@@ -154,12 +154,26 @@ class ForwardPass:
         replay = self._recorded.get(padding)
         if replay is None:
             # The plain call brings every kernel to life and gives this step's result; the recording serves the next.
-            computed = self._compute(step)
-            self._recorded[padding] = self.recorder.record(lambda: self._compute(step), computed)
+            computed = self._record(padding, step, self.recorder)
         else:
             computed = replay()
             self.num_replays += 1
         return _without_null_rows(computed, plan, padding)
+
+    @torch.inference_mode()
+    def record_widest(self) -> None:
+        """Record the shapes that need most memory, from null rows, so that later recordings find it taken."""
+        if self.recorder is None:
+            return
+        for context in dict.fromkeys((self.buffers.max_context, min(LEAST_CONTEXT, self.buffers.max_context))):
+            padding = Padding(self.buffers.max_rows, 1, context)
+            if padding not in self._recorded:
+                self._record(padding, self.buffers.fill_rows((), self.cache, padding), self.recorder)
+
+    def _record(self, padding: Padding, step: StepInput, recorder: Recorder) -> Computed:
+        computed = self._compute(step)
+        self._recorded[padding] = recorder.record(lambda: self._compute(step), computed)
+        return computed
 
     def shape_of(self, rows: Sequence[Row]) -> Padding | None:
         """The shape under which rows are recorded; None for steps that are not: prompts, unequal drafts."""

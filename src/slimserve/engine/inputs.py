@@ -212,7 +212,7 @@ class InputBuffers:
                 f"a step of {num_rows} rows and {num_tokens} tokens exceeds the buffers for {self.max_rows} rows and "
                 f"{self.max_tokens} tokens"
             )
-        crossings = max(1, *(_crossings(row.start_position, len(row.token_ids)) for row in rows))
+        crossings = max([1, *(_crossings(row.start_position, len(row.token_ids)) for row in rows)])
         for (_, _, _, state_out, _), host in zip(self._groups, self._hosts, strict=True):
             if state_out.array.size:
                 host.state_out = state_out.array[: num_rows * crossings].reshape(num_rows, crossings)

@@ -51,10 +51,27 @@ class SchedulerCounters:
     output_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+    decode_rows: int = 0
+    decode_tokens: int = 0
     num_preemptions: int = 0
     num_refused: int = 0
     cut_by: Counter[str] = field(default_factory=Counter)
     finished: Counter[str] = field(default_factory=Counter)
+
+    def note_decode(self, num_drafts: int, num_accepted: int, num_tokens: int) -> None:
+        """A row of one known token and num_drafts drafts gave num_tokens tokens. Drafts count per position."""
+        self.decode_rows += 1
+        self.decode_tokens += num_tokens
+        self.drafted_tokens += num_drafts
+        self.accepted_tokens += num_accepted
+        while len(self.drafted_at) < num_drafts:
+            self.drafted_at.append(0)
+            self.accepted_at.append(0)
+        for i in range(num_drafts):
+            self.drafted_at[i] += 1
+            self.accepted_at[i] += i < num_accepted
 
 
 def tokens_of(request: Request, start: int, end: int) -> list[int]:

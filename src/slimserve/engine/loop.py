@@ -210,6 +210,15 @@ class Engine:
             num_steps=self._num_steps,
             num_drafted=counters.drafted_tokens,
             num_accepted=counters.accepted_tokens,
+            drafter=self.config.speculation.drafter.value,
+            drafted_at=list(counters.drafted_at),
+            accepted_at=list(counters.accepted_at),
+            decode_rows=counters.decode_rows,
+            decode_tokens=counters.decode_tokens,
+            draft_lengths=self.control.lengths(),
+            draft_gains=self.control.gains(),
+            draft_switches=self.control.num_switches,
+            draft_length_changes=self.control.num_length_changes,
         )
 
     def info(self, facts: dict[str, str] | None = None, memory: dict[str, int] | None = None) -> EngineInfo:

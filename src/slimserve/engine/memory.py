@@ -28,6 +28,10 @@ class MemoryProbe:
         self._free_before = free_device_memory(self._index) if device.type == "cuda" else 0
         self._marks = [self._now()]
 
+    def again(self) -> None:
+        """Forget what was built on the weights, and be ready to measure another engine on them."""
+        del self._marks[2:]
+
     def mark(self) -> None:
         """Remember what is allocated now, and give back what loading left in the allocator."""
         if self._device.type == "cuda":
@@ -48,9 +52,13 @@ class MemoryProbe:
             # Weights stay in the file's mapping and untouched cache pages take nothing yet: both count in full.
             return {"runtime": self._marks[0], "weights": sum(f.num_bytes for f in loaded.memory), "cache": cache}
         before, with_weights, built = self._marks[:3]
+        forward = engine.runner.forward
+        # Graphs come last, so that what they take shows apart from the memory of plain steps.
+        recorder, forward.recorder = forward.recorder, None
         working = warm_up(engine, self._device)
+        forward.recorder = recorder
         reserved = int(torch.cuda.memory_reserved(self._device))
-        return {
+        measured = {
             "runtime": self._free_before - free_device_memory(self._index) - reserved,
             "weights": with_weights - before,
             "cache": cache,
@@ -58,6 +66,11 @@ class MemoryProbe:
             "working": working,
             "allocator": reserved - int(torch.cuda.memory_allocated(self._device)) - working,
         }
+        torch.cuda.empty_cache()
+        free = free_device_memory(self._index)
+        forward.record_widest()
+        torch.cuda.synchronize(self._device)
+        return {**measured, "graphs": free - free_device_memory(self._index)}
 
 
 def warm_up(engine: Engine, device: torch.device) -> int:
@@ -70,6 +83,8 @@ def warm_up(engine: Engine, device: torch.device) -> int:
     length = max(1, min(engine.config.scheduler.token_budget, engine.cache.max_request_tokens - 4))
     prompt = [number % engine.model.config.vocab_size for number in range(length)]
     engine.submit(Request("warm-up", prompt, SamplingParams(temperature=0.0), 3, ignore_eos=True))
+    drawn = SamplingParams(temperature=1.0, top_k=20, top_p=0.95, seed=0)
+    engine.submit(Request("warm-up of the sampler", prompt[:1], drawn, 3, ignore_eos=True))
     end = time.monotonic() + _WARM_UP_SECONDS
     while engine.has_work and time.monotonic() < end:
         engine.step()

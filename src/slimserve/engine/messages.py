@@ -48,6 +48,11 @@ class EngineStats(msgspec.Struct, frozen=True):
     cache_used and cache_total are in bytes. prefix_query_tokens counts prompt tokens looked up,
     prefix_hit_tokens those reused; num_drafted counts drafted tokens, num_accepted those that held; cut_by counts
     requests whose hit was shortened, by the group that cut it.
+
+    drafted_at and accepted_at count drafts by their position in the draft. decode_tokens of decode_rows are what one
+    step brought one request. draft_lengths (0 = off) and draft_gains (tokens per second with drafts over those
+    without) are the control's by batch size, named by the largest of a range; draft_switches counts its decisions to
+    turn on or off, draft_length_changes those to draft more or less.
     """
 
     num_waiting: int = 0
@@ -61,6 +66,15 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_steps: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    drafter: str = "none"
+    drafted_at: list[int] = []
+    accepted_at: list[int] = []
+    decode_rows: int = 0
+    decode_tokens: int = 0
+    draft_lengths: dict[int, int] = {}
+    draft_gains: dict[int, float] = {}
+    draft_switches: int = 0
+    draft_length_changes: int = 0
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):

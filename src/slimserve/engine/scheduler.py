@@ -387,8 +387,8 @@ class Scheduler:
                 request.counts.append(token)
         self.counters.prompt_tokens += max(0, min(known, len(request.prompt_token_ids) - row.start_position))
         self.counters.output_tokens += kept
-        self.counters.drafted_tokens += len(row.draft)
-        self.counters.accepted_tokens += result.num_accepted_drafts
+        if known == 1 and row.num_samples:
+            self.counters.note_decode(len(row.draft), result.num_accepted_drafts, kept)
         if reason is not None:
             self._close(job, reason)
         elif not (token_ids or result.prompt_logprobs):

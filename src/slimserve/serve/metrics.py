@@ -41,8 +41,8 @@ class _EngineCollector(Collector):
             ("slimserve_prefix_hit_tokens", "prompt tokens reused from the prefix cache", stats.prefix_hit_tokens),
             ("slimserve_preemptions", "requests taken off the device to be recomputed", stats.num_preemptions),
             ("slimserve_steps", "engine steps", stats.num_steps),
-            ("slimserve_drafted_tokens", "tokens drafted", stats.num_drafted),
-            ("slimserve_accepted_tokens", "drafted tokens that held", stats.num_accepted),
+            ("slimserve_decode_rows", "requests that decoded, summed over steps", stats.decode_rows),
+            ("slimserve_decode_tokens", "tokens that those gave: per row, the tokens of a step", stats.decode_tokens),
         )
         for name, words, value in counters:
             yield CounterMetricFamily(name, words, value=float(value))
@@ -52,6 +52,39 @@ class _EngineCollector(Collector):
         for name, value in sorted(stats.cut_by.items()):
             cut.add_metric([name], float(value))
         yield cut
+        yield from _drafting(stats)
+
+
+def _drafting(stats: EngineStats) -> Iterator[Metric]:
+    """Drafts by drafter and position, and what the control of drafting decided."""
+    for name, words, total, by_position in (
+        ("drafted", "tokens drafted", stats.num_drafted, stats.drafted_at),
+        ("accepted", "drafted tokens that held", stats.num_accepted, stats.accepted_at),
+    ):
+        yield CounterMetricFamily(f"slimserve_{name}_tokens", words, value=float(total))
+        family = CounterMetricFamily(
+            f"slimserve_{name}_tokens_by_position", f"{words}, by their place in the draft",
+            labels=["drafter", "position"],
+        )  # fmt: skip
+        for position, count in enumerate(by_position, start=1):
+            family.add_metric([stats.drafter, str(position)], float(count))
+        yield family
+    for name, words, values in (
+        ("length", "drafts per request and step that the control allows now, 0 = off", stats.draft_lengths),
+        ("gain", "measured tokens per second with drafts over those without", stats.draft_gains),
+    ):
+        gauge = GaugeMetricFamily(
+            f"slimserve_draft_{name}", f"{words}, by batch size up to", labels=["drafter", "rows"]
+        )
+        for rows, value in sorted(values.items()):
+            gauge.add_metric([stats.drafter, str(rows)], float(value))
+        yield gauge
+    decisions = CounterMetricFamily(
+        "slimserve_draft_decisions", "decisions of the control of drafting", labels=["drafter", "kind"]
+    )
+    decisions.add_metric([stats.drafter, "switch"], float(stats.draft_switches))
+    decisions.add_metric([stats.drafter, "length"], float(stats.draft_length_changes))
+    yield decisions
 
 
 class Metrics:
