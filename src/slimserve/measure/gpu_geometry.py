@@ -1,0 +1,482 @@
+"""Large geometries on one GPU with synthetic weights: memory against plan, decode and prefill rates against the floor.
+
+    python -m slimserve.measure.gpu_geometry --out FOLDER [--profiles a,b] [--budget SECONDS] [--streams 1,8,16,32,64]
+
+Each profile runs in a process of its own; results come line by line and lie in FOLDER/geometry-PROFILE.json after
+every stage, so that a run that is cut short still says something. First, small editions of the models (a few layers
+at real width) run in parallel processes, so that kernels are compiled once, on all cores.
+
+Per profile: load; planned and measured memory of the recorded shape; steady decode at every number of streams (1,000
+random prompt ids; prompts come from the prefix cache after the first, widest run; the rate counts steps in which all
+streams decode) with the floor of the same step; time to the first token at 1,000 and prefill at 8,192; replies equal
+for every number of streams, cold and cached, with and without graphs; where the time of a step goes; then the memory of
+other shapes, each with requests of the longest length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slimserve.cache.prefix import CacheIdentity
+from slimserve.engine.config import CacheDtype, EngineConfig
+from slimserve.engine.loop import Engine
+from slimserve.engine.memory import MemoryProbe
+from slimserve.hardware import copy_bandwidth, detect
+from slimserve.measure.gpu_rates import (
+    DecodeRun,
+    decode_run,
+    first_token_seconds,
+    longest_requests,
+    prompt_of,
+    same_beginnings,
+)
+from slimserve.models.contract import Role
+from slimserve.plan.compare import compare, comparison_lines
+from slimserve.plan.description import Description
+from slimserve.plan.floor import step_floor
+from slimserve.plan.memory import DeviceMemory, MemoryPlan
+from slimserve.profiles.planning import admit, memory_for, plan_profile
+from slimserve.profiles.resolve import resolve
+from slimserve.profiles.synthetic import synthetic_model
+from slimserve.weights.loader import LoadedModel, load_source
+from slimserve.weights.synthetic import SyntheticModel, lay_out
+
+PROFILES = ("qwen35-4b", "qwen38-nvfp4-1", "glm53f-q2-1")
+STREAMS = (1, 8, 16, 32, 64)
+PROMPT_TOKENS = 1_000
+PREFILL_TOKENS = 8_192
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A configuration whose memory is measured, and how many requests of its longest length then run at once."""
+
+    label: str
+    flags: dict[str, Any]
+    requests: int
+
+
+SHAPES: dict[str, tuple[Shape, ...]] = {
+    "qwen35-4b": (
+        Shape("8,192 x 4 bf16", {"max_context": 8192, "max_sequences": 4}, 4),
+        Shape("4,096 x 32 fp8", {"max_context": 4096, "max_sequences": 32, "kv_dtype": "fp8"}, 8),
+        Shape("65,536 x 1 bf16", {"max_context": 65536, "max_sequences": 1}, 1),
+        Shape("4,096 x 8 bf16, lookup", {"max_context": 4096, "max_sequences": 8, "drafter": "lookup"}, 8),
+    ),
+    "qwen38-nvfp4-1": (Shape("16,384 x 2 fp8", {"max_context": 16384, "max_sequences": 2, "kv_dtype": "fp8"}, 2),),
+    "glm53f-q2-1": (Shape("8,192 x 2 bf16", {"max_context": 8192, "max_sequences": 2}, 2),),
+}
+
+
+@dataclass(slots=True)
+class Sink:
+    """Where results go: printed at once, and kept in a JSON file that is whole after every stage."""
+
+    path: Path | None
+    name: str
+    deadline: float
+    report: dict[str, Any] = field(default_factory=dict)
+    started: float = field(default_factory=time.monotonic)
+
+    def say(self, text: str) -> None:
+        """One line."""
+        print(f"[{self.name} {time.monotonic() - self.started:6.1f} s] {text}", flush=True)
+
+    def keep(self, key: str, value: Any) -> None:
+        """Part of the report."""
+        self.report[key] = value
+        if self.path is not None:
+            self.path.write_text(json.dumps(self.report, indent=1), encoding="utf-8")
+
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline."""
+        return self.deadline - time.monotonic()
+
+    def stage(self, key: str, needs: float, run: Callable[[], Any]) -> Any:
+        """Run a stage if `needs` seconds are left; a failure is kept and the next stage goes on."""
+        if self.left < needs:
+            self.say(f"{key}: left out, {self.left:.0f} s are left and it needs about {needs:.0f}")
+            self.keep(key, {"left_out": True})
+            return None
+        try:
+            return run()
+        except Exception as error:
+            self.say(f"{key}: FAILED: {type(error).__name__}: {str(error)[:600]}")
+            self.keep(key, {"failed": f"{type(error).__name__}: {error}", "where": traceback.format_exc()[-3000:]})
+            if isinstance(error, torch.AcceleratorError):
+                raise
+            return None
+
+
+@dataclass(slots=True)
+class Bench:
+    """One model on one device, its description, and the rates of the machine."""
+
+    name: str
+    description: Description
+    sink: Sink
+    device: torch.device
+    prompt_tokens: int = PROMPT_TOKENS
+    bandwidth: float = 0.0
+    matrix_rate: float = 0.0
+    loaded: LoadedModel | None = None
+    probe: MemoryProbe | None = None
+    runs: list[DecodeRun] = field(default_factory=list)
+
+    def machine(self) -> None:
+        """Copy bandwidth and the bf16 matrix rate, which the floors are made of."""
+        copied = copy_bandwidth(self.device.type)
+        self.bandwidth = copied.median
+        size = 8192 if self.device.type == "cuda" else 256
+        a = torch.randn(size, size, device=self.device).bfloat16()
+        times = []
+        for _ in range(6):
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            before = time.perf_counter()
+            a @ a
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - before)
+        self.matrix_rate = 2 * size**3 / sorted(times)[len(times) // 2]
+        del a
+        forget()
+        names = {"copy_bytes_per_second": copied.median, "copy_lowest": copied.lowest, "copy_highest": copied.highest}
+        self.sink.keep(
+            "machine",
+            {
+                **names,
+                "bf16_matrix_flops": self.matrix_rate,
+                "devices": [accelerator.name for accelerator in detect().accelerators],
+            },
+        )
+        self.sink.say(
+            f"copy {copied.median / 1e12:.2f} TB/s ({copied.lowest / 1e12:.2f}-{copied.highest / 1e12:.2f}), "
+            f"bf16 matrix product {self.matrix_rate / 1e12:.0f} TFLOP/s"
+        )
+
+    def load(self, model: SyntheticModel, config: EngineConfig) -> LoadedModel:
+        """Make the weights."""
+        started = time.monotonic()
+        self.probe = MemoryProbe(self.device)
+        source = lay_out(model).source(self.device)
+        self.loaded = load_source(source, device=self.device, numerics=config.numerics)
+        self.probe.mark()
+        seconds = time.monotonic() - started
+        stored = sum(family.num_bytes for family in self.loaded.memory)
+        kernels = sorted(set(self.loaded.kernels.values()))
+        self.sink.keep("load", {
+            "seconds": seconds, "stored_bytes": stored, "held_bytes": self.loaded.resident_bytes,
+            "kernels": kernels, "weights": "synthetic weights",
+            "families": [[f.role.value, f.format, f.num_tensors, f.num_bytes] for f in self.loaded.memory],
+        })  # fmt: skip
+        held = self.loaded.resident_bytes / 2**30
+        self.sink.say(f"synthetic weights: {stored / 2**30:.2f} GiB stored, {held:.2f} GiB held, {seconds:.1f} s")
+        return self.loaded
+
+    def engine(self, config: EngineConfig, plan: MemoryPlan | None, key: str) -> Engine:
+        """Build an engine on the weights, lay its memory beside the plan."""
+        assert self.loaded is not None and self.probe is not None
+        self.probe.again()
+        started = time.monotonic()
+        identity = CacheIdentity(self.name, self.loaded.fingerprint, key)
+        engine = Engine(self.loaded.model, config, identity=identity)
+        self.probe.mark()
+        measured = self.probe.measure(self.loaded, engine)
+        self.sink.say(f"{key}: engine built and warm in {time.monotonic() - started:.1f} s")
+        if plan is None:
+            return engine
+        rows = compare(plan, measured)
+        for line in comparison_lines(rows):
+            self.sink.say(f"  {line}")
+        self.sink.keep(key, {
+            "context": plan.max_context, "sequences": plan.max_sequences, "kv_dtype": config.cache.dtype.value,
+            "terms": [[row.name, row.planned, row.measured, row.within] for row in rows],
+        })  # fmt: skip
+        return engine
+
+    def decode(self, engine: Engine, streams: Sequence[int], steps: int, seconds: float) -> None:
+        """Steady decode, most streams first: later runs find their prompts in the prefix cache."""
+        table = []
+        dtype = engine.config.cache.dtype.torch
+        for count in sorted(streams, reverse=True):
+            if self.sink.left < 10:
+                self.sink.say(f"{count} streams: left out, {self.sink.left:.0f} s are left")
+                continue
+            run = decode_run(engine, count, self.prompt_tokens, steps=steps, seconds=seconds)
+            self.runs.append(run)
+            context = self.prompt_tokens + len(run.tokens[0]) - len(run.step_seconds) // 2
+            floor = step_floor(self.description, count, context=context, bandwidth=self.bandwidth, kv_dtype=dtype)
+            share = floor.milliseconds / (1e3 * run.step_median)
+            table.append({
+                **run.as_json(), "floor_ms": floor.milliseconds, "floor_bytes": floor.num_bytes, "share": share,
+                "floor_terms": {term.name: term.num_bytes for term in floor.terms},
+            })  # fmt: skip
+            self.sink.keep("decode", table)
+            computed = run.prompt_tokens - run.cached_tokens
+            self.sink.say(
+                f"{count:3} streams: {run.tokens_per_second:8.1f} tok/s, {1e3 * run.step_median:7.2f} ms a step "
+                f"({len(run.step_seconds)} steps), floor {floor.milliseconds:6.2f} ms = {share:4.0%}; prompts: "
+                f"{computed} tokens at {computed / run.prefill_seconds:.0f} tok/s, {run.cached_tokens} cached"
+            )
+
+    def check_replies(self, engine: Engine, steps: int, seconds: float) -> None:
+        """The same streams again: cold, and without graphs; every reply must begin alike."""
+        engine.cache.clear_index()
+        count = min(8, engine.config.scheduler.max_sequences)
+        again = decode_run(engine, count, self.prompt_tokens, steps=steps, seconds=seconds)
+        forward = engine.runner.forward
+        recorder, forward.recorder = forward.recorder, None
+        plain = decode_run(engine, count, self.prompt_tokens, steps=min(steps, 24), seconds=seconds)
+        forward.recorder = recorder
+        differing = same_beginnings([*self.runs, again, plain])
+        distinct = min(len(set(tokens)) / max(1, len(tokens)) for run in self.runs for tokens in run.tokens)
+        self.sink.keep("replies", {
+            "differing": differing, "least_share_of_distinct_tokens": distinct,
+            "cold_hashes": again.as_json()["hashes"], "plain_step_ms": 1e3 * plain.step_median,
+            "graph_step_ms": 1e3 * again.step_median, "graphs": getattr(recorder, "num_graphs", 0),
+        })  # fmt: skip
+        verdict = "equal" if not differing else f"DIFFER: {'; '.join(differing[:4])}"
+        self.sink.say(f"replies of {[r.streams for r in self.runs]} streams, {count} cold, {count} plain: {verdict}")
+        with_graphs, without = 1e3 * again.step_median, 1e3 * plain.step_median
+        self.sink.say(f"{count} streams: {with_graphs:.2f} ms a step with graphs, {without:.2f} without")
+
+    def prefill(self, engine: Engine) -> None:
+        """Time to the first token of one prompt, cold and alone."""
+        vocab_size = engine.model.config.vocab_size
+        found: dict[str, Any] = {}
+        for length, repeats in ((self.prompt_tokens, 3), (PREFILL_TOKENS, 2)):
+            if length + 1 > engine.cache.max_request_tokens:
+                continue
+            times = sorted(
+                first_token_seconds(engine, prompt_of(500 + length + n, length, vocab_size)) for n in range(repeats)
+            )
+            floor = self.prefill_flops(length) / self.matrix_rate
+            found[str(length)] = {
+                "seconds": times, "tokens_per_second": length / times[len(times) // 2], "floor_seconds": floor,
+            }  # fmt: skip
+            middle = times[len(times) // 2]
+            self.sink.say(
+                f"prefill of {length}: {1e3 * middle:.0f} ms ({1e3 * times[0]:.0f}-{1e3 * times[-1]:.0f}), "
+                f"{length / middle:.0f} tok/s; arithmetic floor {1e3 * floor:.0f} ms"
+            )
+            self.sink.keep("prefill", found)
+
+    def prefill_flops(self, tokens: int) -> float:
+        """Operations of the matrix products of a prompt; attention and recurrence not counted."""
+        config = self.description.config
+        total = 0.0
+        for spec in config.parameters():
+            if spec.role not in (Role.LINEAR, Role.EXPERT) or (spec.layer or 0) >= config.num_layers:
+                continue
+            elements = 1.0
+            for extent in spec.shape:
+                elements *= extent
+            if spec.role is Role.EXPERT:
+                elements *= self.description.experts_per_token / spec.shape[0]
+            total += elements
+        return 2.0 * total * tokens
+
+    def traces(self, engine: Engine, streams: Sequence[int]) -> None:
+        """Where the time of decode steps and of a prompt's steps goes."""
+        from slimserve.measure.gpu_trace import Trace, trace_steps
+
+        found: dict[str, Any] = {}
+
+        def show(key: str, trace: Trace) -> None:
+            found[key] = trace.as_json()
+            self.sink.keep("traces", found)
+            for line in trace.lines(key):
+                self.sink.say(line)
+
+        for count in streams:
+            self._streams_up(engine, count)
+            show(f"decode of {count}", trace_steps(engine.step, 3))
+            self._end_all(engine)
+        engine.cache.clear_index()
+        self._submit(engine, 1, 900, min(4096, engine.cache.max_request_tokens - 2))
+        show("prompt of 4,096, first two steps", trace_steps(engine.step, 2))
+        self._end_all(engine)
+
+    def _submit(self, engine: Engine, count: int, first: int, length: int) -> None:
+        from slimserve.engine.request import Request, SamplingParams
+
+        for number in range(first, first + count):
+            prompt = prompt_of(number, length, engine.model.config.vocab_size)
+            params = SamplingParams(temperature=1.0, top_k=20, top_p=0.95, seed=number)
+            most = min(512, engine.cache.max_request_tokens - length)
+            engine.submit(Request(f"traced-{number}", prompt, params, most, ignore_eos=True))
+
+    def _streams_up(self, engine: Engine, count: int) -> None:
+        """`count` streams that all decode, their shape recorded."""
+        self._submit(engine, count, 0, self.prompt_tokens)
+        while any(job.num_pending > 1 or job.sequence is None for job in engine.scheduler.jobs()):
+            engine.step()
+        for _ in range(4):
+            engine.step()
+
+    def _end_all(self, engine: Engine) -> None:
+        for job in engine.scheduler.jobs():
+            engine.abort(job.request.request_id)
+        while engine.has_work:
+            engine.step()
+
+
+def measure_profile(name: str, sink: Sink, streams: Sequence[int], steps: int, seconds: float, trace: bool) -> None:
+    """All stages of one profile on the CUDA device."""
+    resolved = resolve(name, device="cuda")
+    memory = memory_for(resolved)
+    config, plan = admit(resolved)
+    record = resolved.record
+    assert record is not None and memory is not None
+    bench = Bench(name, resolved.description, sink, torch.device("cuda", 0))
+    bench.load(synthetic_model(record), config)
+    _stages(bench, bench.engine(config, plan, "recorded shape"), streams, steps, seconds, trace)
+    for shape in SHAPES.get(name, ()):
+        forget()
+        sink.stage(shape.label, 20, partial(measure_shape, bench, name, shape, memory))
+    sink.say("done")
+
+
+def _stages(bench: Bench, engine: Engine, streams: Sequence[int], steps: int, seconds: float, trace: bool) -> None:
+    """What is measured on the recorded shape."""
+    sink = bench.sink
+    bench.machine()
+    counts = [count for count in streams if count <= engine.config.scheduler.max_sequences]
+    sink.stage("decode", 15, lambda: bench.decode(engine, counts, steps, seconds))
+    sink.stage("prefill", 15, lambda: bench.prefill(engine))
+    sink.stage("replies", 20, lambda: bench.check_replies(engine, min(steps, 48), seconds))
+    if trace:
+        sink.stage("traces", 20, lambda: bench.traces(engine, sorted({1, max(counts)})))
+    engine.close()
+
+
+def measure_shape(bench: Bench, name: str, shape: Shape, memory: DeviceMemory) -> None:
+    """Memory of another configuration, planned as if nothing were loaded, and its longest requests."""
+    resolved = resolve(name, device="cuda", flags=shape.flags)
+    plan = plan_profile(resolved, memory)
+    if plan.cache is None:
+        raise plan.refusal(name)
+    config = resolved.engine_config(plan.cache.budget_bytes)
+    engine = bench.engine(config, plan, shape.label)
+    done = longest_requests(engine, shape.requests, plan.max_context)
+    bench.sink.keep(f"{shape.label}: longest", done)
+    bench.sink.say(f"{shape.label}: {done}")
+    engine.close()
+
+
+def forget() -> None:
+    """Give the memory of an engine that nobody holds any more back."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def compile_kernels(name: str, rows: int) -> None:
+    """Run a few layers of a profile at real width with `rows` streams and some prompts: kernels land in the cache."""
+    resolved = resolve(name, device="cuda")
+    record = resolved.record
+    assert record is not None
+    model = synthetic_model(record)
+    layers = 5 if name.startswith("glm") else 4
+    small = SyntheticModel(name, {**model.config, "num_hidden_layers": layers}, model.rules, (), model.seed)
+    config = resolved.planned_config()
+    limits = replace(config.scheduler, max_sequences=max(rows, 2), max_context=12288)
+    for dtype in (CacheDtype.BF16, CacheDtype.FP8) if rows <= 8 else (CacheDtype.BF16,):
+        cache = replace(config.cache, budget_bytes=3 << 30, dtype=dtype)
+        chosen = replace(config, scheduler=limits, cache=cache, graphs=False)
+        loaded = load_source(lay_out(small).source("cuda"), device="cuda", numerics=config.numerics)
+        engine = Engine(loaded.model, chosen)
+        decode_run(engine, min(rows, 64), 65 + 900 // rows, steps=4, seconds=30.0)
+        if rows == 1:
+            first_token_seconds(engine, prompt_of(1, PREFILL_TOKENS, engine.model.config.vocab_size))
+            decode_run(engine, 2, PROMPT_TOKENS, steps=2, seconds=5.0)
+        del engine, loaded
+        forget()
+
+
+def compile_all(profiles: Sequence[str], streams: Sequence[int]) -> None:
+    """Small editions of every profile at every tile of rows, side by side."""
+    started = time.monotonic()
+    rows = sorted({1, *(count for count in (8, 16, 32, 64) if count <= max(streams))})
+    jobs = []
+    for name in profiles:
+        for count in rows if not name.startswith("glm") else rows[:-1]:
+            command = [sys.executable, "-m", __spec__.name, "--compile", name, "--rows", str(count)]
+            log = Path(f"/tmp/compile-{name}-{count}.log")
+            jobs.append((name, count, log, subprocess.Popen(command, stdout=log.open("w"), stderr=subprocess.STDOUT)))
+    for name, count, log, process in jobs:
+        if process.wait() != 0:
+            tail = log.read_text(encoding="utf-8", errors="replace")[-1500:]
+            print(f"compiling {name} at {count} rows failed:\n{tail}", flush=True)
+    print(f"kernels compiled in {time.monotonic() - started:.0f} s ({len(jobs)} processes)", flush=True)
+
+
+def run_all(arguments: argparse.Namespace) -> None:
+    """Compile, then every profile in a process of its own, until the budget is spent."""
+    end = time.monotonic() + arguments.budget
+    if not arguments.no_compile:
+        compile_all(arguments.profiles, arguments.streams)
+    for place, name in enumerate(arguments.profiles):
+        left = end - time.monotonic()
+        # What is left is shared by weight: a later, larger model needs more of it.
+        shares = [1.0 + 0.6 * number for number in range(place, len(arguments.profiles))]
+        own = left * shares[0] / sum(shares)
+        command = [
+            sys.executable, "-m", __spec__.name, "--one", name, "--budget", f"{own:.0f}", "--out", str(arguments.out),
+            "--streams", ",".join(map(str, arguments.streams)), "--steps", str(arguments.steps),
+            "--seconds", str(arguments.seconds), *(["--no-trace"] if arguments.no_trace else []),
+        ]  # fmt: skip
+        try:
+            subprocess.run(command, timeout=own + 45, check=False)
+        except subprocess.TimeoutExpired:
+            print(f"{name}: stopped {own + 45:.0f} s after its start", flush=True)
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """See the module."""
+    numbers: Callable[[str], list[int]] = lambda text: [int(n) for n in text.split(",")]  # noqa: E731
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--profiles", type=lambda text: text.split(","), default=list(PROFILES))
+    parser.add_argument("--streams", type=numbers, default=list(STREAMS))
+    parser.add_argument("--steps", type=int, default=100, help="most timed steps of a decode run")
+    parser.add_argument("--seconds", type=float, default=5.0, help="after which no timed step begins")
+    parser.add_argument("--budget", type=float, default=440.0, help="seconds for everything")
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--no-trace", action="store_true")
+    parser.add_argument("--one", help="measure this profile in this process")
+    parser.add_argument("--compile", help="only compile this profile's kernels")
+    parser.add_argument("--rows", type=int, default=1)
+    arguments = parser.parse_args(given)
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    if arguments.compile:
+        compile_kernels(arguments.compile, arguments.rows)
+    elif arguments.one:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        path = arguments.out / f"geometry-{arguments.one}.json"
+        sink = Sink(path, arguments.one, time.monotonic() + arguments.budget)
+        measure_profile(
+            arguments.one, sink, arguments.streams, arguments.steps, arguments.seconds, not arguments.no_trace
+        )
+    else:
+        run_all(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""Rates of an engine in this process: steady decode at several numbers of streams, prefill, and hashes of replies."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from slimserve.engine.loop import Engine
+from slimserve.engine.request import Request, SamplingParams
+
+SAMPLING = {"temperature": 1.0, "top_p": 0.95, "top_k": 20}
+WARM_STEPS = 4
+
+
+def prompt_of(number: int, length: int, vocab_size: int) -> list[int]:
+    """Random token ids, other ones for every number."""
+    generator = np.random.default_rng(1_000 + number)
+    ids: list[int] = generator.integers(0, vocab_size, length).tolist()
+    return ids
+
+
+def hash_of(tokens: Sequence[int]) -> str:
+    """A short name for a reply."""
+    return hashlib.sha256(np.asarray(tokens, dtype=np.int64).tobytes()).hexdigest()[:12]
+
+
+@dataclass(slots=True)
+class DecodeRun:
+    """Streams that decoded together. Seconds of each timed step; tokens of each stream from its first one on."""
+
+    streams: int
+    prefill_seconds: float
+    first_token_seconds: float
+    prompt_tokens: int
+    cached_tokens: int
+    step_seconds: list[float]
+    tokens: list[list[int]] = field(default_factory=list)
+
+    @property
+    def step_median(self) -> float:
+        """Median seconds of a step."""
+        return statistics.median(self.step_seconds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over all streams, all timed steps counted."""
+        return self.streams * len(self.step_seconds) / sum(self.step_seconds)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        times = sorted(self.step_seconds)
+        return {
+            "streams": self.streams,
+            "steps": len(times),
+            "tokens_per_second": self.tokens_per_second,
+            "step_ms_median": 1e3 * self.step_median,
+            "step_ms_lowest": 1e3 * times[0],
+            "step_ms_highest": 1e3 * times[-1],
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "prefill_seconds": self.prefill_seconds,
+            "first_token_seconds": self.first_token_seconds,
+            "hashes": [hash_of(tokens) for tokens in self.tokens],
+        }
+
+
+def synchronize(engine: Engine) -> None:
+    """Wait for the engine's device."""
+    if torch.device(engine.config.device).type == "cuda":
+        torch.cuda.synchronize()
+
+
+def decode_run(
+    engine: Engine, streams: int, prompt_length: int, *, steps: int, seconds: float, least: int = 8, first: int = 0
+) -> DecodeRun:
+    """Prefill `streams` prompts, then time steps in which all decode: at most `steps`, at least `least`, and no new
+    one after `seconds`. Streams are numbered from `first`; a number stands for a prompt and a seed."""
+    vocab_size = engine.model.config.vocab_size
+    ids = [f"stream-{number}" for number in range(first, first + streams)]
+    tokens: dict[str, list[int]] = {name: [] for name in ids}
+    for number, name in enumerate(ids, start=first):
+        params = SamplingParams(**SAMPLING, seed=number)  # type: ignore[arg-type]
+        prompt = prompt_of(number, prompt_length, vocab_size)
+        engine.submit(Request(name, prompt, params, steps + 4 * WARM_STEPS + streams * 8, ignore_eos=True))
+    started = time.perf_counter()
+    first_token = cached = 0.0
+    counted: set[str] = set()
+    while not all(tokens.values()):
+        for output in engine.step():
+            if output.error is not None:
+                raise RuntimeError(output.error)
+            tokens[output.request_id] += output.token_ids
+            if output.token_ids and output.request_id not in counted:
+                counted.add(output.request_id)
+                cached += output.num_cached_tokens
+                first_token = first_token or time.perf_counter() - started
+    prefilled = time.perf_counter() - started
+    for _ in range(WARM_STEPS):
+        _take(engine, tokens)
+    synchronize(engine)
+    times: list[float] = []
+    while len(times) < steps and (sum(times) < seconds or len(times) < least):
+        before = time.perf_counter()
+        _take(engine, tokens)
+        times.append(time.perf_counter() - before)
+    for name in ids:
+        engine.abort(name)
+    while engine.has_work:
+        engine.step()
+    total = streams * prompt_length
+    return DecodeRun(streams, prefilled, first_token, total, int(cached), times, [tokens[name] for name in ids])
+
+
+def _take(engine: Engine, tokens: dict[str, list[int]]) -> None:
+    """One step in which every stream gains a token."""
+    outputs = engine.step()
+    for output in outputs:
+        if output.error is not None:
+            raise RuntimeError(output.error)
+        tokens[output.request_id] += output.token_ids
+    if len(outputs) != len(tokens):
+        raise RuntimeError(f"{len(outputs)} of {len(tokens)} streams decoded in a step")
+
+
+def first_token_seconds(engine: Engine, prompt: list[int]) -> float:
+    """Time from submit to the first token of a prompt that nothing of is cached, alone."""
+    engine.cache.clear_index()
+    synchronize(engine)
+    started = time.perf_counter()
+    engine.submit(Request("prefill", prompt, SamplingParams(**SAMPLING, seed=1), 1, ignore_eos=True))  # type: ignore[arg-type]
+    while engine.has_work:
+        for output in engine.step():
+            if output.error is not None:
+                raise RuntimeError(output.error)
+    return time.perf_counter() - started
+
+
+def longest_requests(engine: Engine, count: int, context: int, *, reply: int = 8) -> dict[str, Any]:
+    """`count` requests that fill `context` tokens at the same time; raises RuntimeError where one does not complete."""
+    vocab_size = engine.model.config.vocab_size
+    engine.cache.clear_index()
+    for number in range(count):
+        prompt = prompt_of(10_000 + number, context - reply, vocab_size)
+        params = SamplingParams(**SAMPLING, seed=number)  # type: ignore[arg-type]
+        engine.submit(Request(f"long-{number}", prompt, params, reply, ignore_eos=True))
+    produced: dict[str, int] = {}
+    started = time.perf_counter()
+    together = 0
+    while engine.has_work:
+        outputs = engine.step()
+        together = max(together, engine.scheduler.num_running)
+        for output in outputs:
+            if output.error is not None:
+                raise RuntimeError(output.error)
+            produced[output.request_id] = produced.get(output.request_id, 0) + len(output.token_ids)
+    if len(produced) != count or set(produced.values()) != {reply}:
+        raise RuntimeError(f"of {count} requests of {context} tokens, {len(produced)} completed")
+    preempted = engine.scheduler.counters.num_preemptions
+    return {
+        "requests": count, "context": context, "seconds": time.perf_counter() - started,
+        "at_once": together, "preemptions": preempted,
+    }  # fmt: skip
+
+
+def same_beginnings(runs: Sequence[DecodeRun]) -> list[str]:
+    """Streams that said something else in another run: a stream's tokens depend on its prompt and seed alone."""
+    seen: dict[int, list[int]] = {}
+    differing = []
+    for run in runs:
+        for number, tokens in enumerate(run.tokens):
+            known = seen.setdefault(number, tokens)
+            shared = min(len(known), len(tokens))
+            if known[:shared] != tokens[:shared]:
+                at = next(i for i in range(shared) if known[i] != tokens[i])
+                differing.append(f"stream {number} of {run.streams} from token {at}")
+            if len(tokens) > len(known):
+                seen[number] = tokens
+    return differing

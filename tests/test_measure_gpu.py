@@ -1,0 +1,87 @@
+"""The measurement of large geometries, run on tiny ones on the CPU: every stage works, and it sees what is wrong."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_synthetic
+import torch
+from history import PlainRecorder
+
+from slimserve.engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from slimserve.engine.loop import Engine
+from slimserve.measure.gpu_geometry import PROFILES, SHAPES, Bench, Sink
+from slimserve.measure.gpu_rates import DecodeRun, longest_requests, same_beginnings
+from slimserve.plan.description import describe_config
+from slimserve.profiles.registry import find_record
+from slimserve.profiles.settings import check
+
+
+def bench_of(name: str, folder: Path, seconds: float = 600.0) -> tuple[Bench, Engine]:
+    model = tiny_synthetic.tiny(name)
+    description = describe_config(name, model.config, model.rules, model.present)
+    sink = Sink(folder / "report.json", name, time.monotonic() + seconds)
+    bench = Bench(name, description, sink, torch.device("cpu"), prompt_tokens=100)
+    limits = SchedulerConfig(max_sequences=5, max_context=2048, token_budget=128)
+    config = EngineConfig(cache=CacheConfig(budget_bytes=64 << 20), scheduler=limits)
+    bench.load(model, config)
+    engine = bench.engine(config, None, "tiny")
+    engine.runner.forward.recorder = PlainRecorder()
+    return bench, engine
+
+
+@pytest.mark.parametrize("name", tiny_synthetic.NAMES)
+def test_every_stage_on_a_tiny_model(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench, engine = bench_of(name, tmp_path)
+    bench.machine()
+    bench.decode(engine, (1, 2, 4), steps=9, seconds=20.0)
+    bench.prefill(engine)
+    bench.check_replies(engine, steps=9, seconds=20.0)
+    done = longest_requests(engine, 2, 200)
+    assert done["requests"] == 2 and done["context"] == 200
+    report: dict[str, Any] = json.loads((tmp_path / "report.json").read_text())
+    assert report["load"]["weights"] == "synthetic weights"
+    assert [row["streams"] for row in report["decode"]] == [4, 2, 1]
+    assert all(0 < row["share"] < 1 and row["steps"] == 9 for row in report["decode"])
+    assert report["decode"][1]["cached_tokens"] == 128 and report["decode"][0]["cached_tokens"] == 0
+    assert report["replies"]["differing"] == []
+    assert report["replies"]["least_share_of_distinct_tokens"] > 0.5
+    assert report["prefill"]["100"]["tokens_per_second"] > 0
+    assert "synthetic weights" in capsys.readouterr().out
+
+
+def test_replies_that_differ_are_named() -> None:
+    first = DecodeRun(2, 1.0, 1.0, 10, 0, [1.0], [[1, 2, 3], [4, 5, 6]])
+    other = DecodeRun(2, 1.0, 1.0, 10, 0, [1.0], [[1, 2], [4, 9, 6, 7]])
+    assert same_beginnings([first, first]) == []
+    assert same_beginnings([first, other]) == ["stream 1 of 2 from token 1"]
+
+
+def test_stages_end_at_the_deadline_and_failures_are_kept(tmp_path: Path) -> None:
+    sink = Sink(tmp_path / "r.json", "x", time.monotonic() + 5)
+    assert sink.stage("late", 60, lambda: 1) is None and sink.report["late"] == {"left_out": True}
+
+    def fail() -> None:
+        raise RuntimeError("no")
+
+    sink.stage("bad", 1, fail)
+    assert sink.report["bad"]["failed"] == "RuntimeError: no"
+    assert sink.stage("good", 1, lambda: 7) == 7
+
+
+def test_shapes_are_settings_of_the_records() -> None:
+    assert set(SHAPES) == set(PROFILES)
+    flags = [shape.flags for shapes in SHAPES.values() for shape in shapes]
+    for name, value in ((n, v) for flag in flags for n, v in flag.items()):
+        check(name, value, "a shape")
+    # Five shapes that differ in context, sequences, KV dtype and drafter: the recorded one and four more.
+    assert len(SHAPES["qwen35-4b"]) == 4
+    for name, shapes in SHAPES.items():
+        assert find_record(name).model.max_context >= max(shape.flags["max_context"] for shape in shapes)
+        assert all(shape.requests <= shape.flags["max_sequences"] for shape in shapes)
+    assert replace(SHAPES["qwen35-4b"][0], requests=1).requests == 1
