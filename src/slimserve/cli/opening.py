@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slimserve.cli.terminal import ask, is_interactive, say
+from slimserve.engine.config import DrafterKind, SpeculationConfig
 from slimserve.engine.messages import EngineInfo, EngineSpec
 from slimserve.errors import UsageError
 from slimserve.plan.memory import MemoryPlan
@@ -30,6 +31,9 @@ class EngineFlags:
     kv_dtype: str | None = None
     prefix_cache: bool = True
     speculate: bool = True
+    drafter: str | None = None
+    draft_model: str | None = None
+    drafts: int | None = None
 
     def settings(self) -> dict[str, Any]:
         """By the names of profiles.settings; what no flag sets stays out."""
@@ -39,8 +43,20 @@ class EngineFlags:
             "num_threads": self.threads,
             "kv_dtype": self.kv_dtype,
             "prefix_caching": None if self.prefix_cache else False,
-            "drafter": None if self.speculate else "none",
+            "drafter": self.drafter if self.speculate else "none",
+            "draft_schedule": None if self.drafts is None else [[1, 4096, self.drafts]],
         }
+
+    def speculation(self, resolved: SpeculationConfig) -> SpeculationConfig:
+        """The resolved settings with the drafter's own model; UsageError where one is needed or useless."""
+        needed = resolved.drafter in (DrafterKind.MODEL, DrafterKind.DFLASH2)
+        if needed and self.draft_model is None:
+            raise UsageError(
+                f"drafter {resolved.drafter.value} has a model of its own; give its path with --draft-model"
+            )
+        if not needed and self.draft_model is not None and self.speculate:
+            raise UsageError("--draft-model is given without --drafter model or --drafter dflash2")
+        return replace(resolved, model_path=self.draft_model if needed else None)
 
 
 @dataclass(slots=True)
@@ -86,6 +102,7 @@ def open_model(
     resolved = resolve(profile, model=model, flags=flags.settings(), device=device)
     alone = {} if serving or flags.max_seqs is not None else {"max_sequences": 1}
     config, plan = admit(resolve(profile, model=model, flags={**flags.settings(), **alone}, device=device))
+    config = replace(config, speculation=flags.speculation(config.speculation))
     path, text, synthetic = _files_or_made(resolved, weights)
     names = (resolved.served_name, resolved.name) if resolved.served_name != resolved.name else (resolved.name,)
     spec = EngineSettings(

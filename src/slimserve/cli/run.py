@@ -56,6 +56,13 @@ def command(
     kv_dtype: Annotated[str | None, typer.Option("--kv-dtype", help="bf16 or fp8.")] = None,
     no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Never reuse earlier prompts.")] = False,
     no_spec: Annotated[bool, typer.Option("--no-spec", help="Never draft tokens.")] = False,
+    drafter: Annotated[
+        str | None, typer.Option("--drafter", help="Who drafts tokens: lookup, nextn, dflash2, model or none.")
+    ] = None,
+    draft_model: Annotated[
+        str | None, typer.Option("--draft-model", metavar="PATH", help="The drafter's own files (dflash2, model).")
+    ] = None,
+    drafts: Annotated[int | None, typer.Option("--drafts", min=1, max=15, help="Most drafted tokens a step.")] = None,
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 picks one.")] = 8000,
     api_key: Annotated[
@@ -87,6 +94,9 @@ def command(
         kv_dtype=kv_dtype,
         prefix_cache=not no_prefix_cache,
         speculate=not no_spec,
+        drafter=drafter,
+        draft_model=draft_model,
+        drafts=drafts,
     )
     text = None if prompt is None else (read_all_input() if prompt == "-" else prompt)
     opened = open_model(profile, model, flags, serving=serve, weights=weights)

@@ -10,17 +10,17 @@ import msgspec
 import torch
 
 from slimserve.cache.prefix import CacheIdentity
-from slimserve.engine.config import (
-    EngineConfig,
-)
+from slimserve.engine.config import Acceptance, DrafterKind, EngineConfig
 from slimserve.engine.driver import LoadedEngine, ProgressCallback
 from slimserve.engine.loop import Engine
 from slimserve.engine.memory import MemoryProbe
 from slimserve.engine.messages import EngineSpec
-from slimserve.errors import UsageError
+from slimserve.errors import RefusalError, UsageError
 from slimserve.ops.cpu.library import load_or_warn, set_threads
 from slimserve.weights.loader import LoadedModel, load_model, load_source
+from slimserve.weights.source import Container, Source
 from slimserve.weights.synthetic import SyntheticModel, lay_out
+from slimserve.weights.tokenizer import tokenizer_from_folder, tokenizer_from_gguf
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +67,14 @@ def build(arguments: dict[str, Any], progress: ProgressCallback) -> LoadedEngine
     probe.mark()
     progress("caches", 0, 0)
     identity = CacheIdentity(settings.name, loaded.fingerprint, f"{config.cache.dtype.value}/{device.type}")
-    engine = Engine(loaded.model, config, end_token_ids=frozenset(settings.end_token_ids), identity=identity)
+    companion = _load_companion(loaded, config, device, lambda done, total: progress("drafter", done, total))
+    engine = Engine(
+        loaded.model,
+        config,
+        end_token_ids=frozenset(settings.end_token_ids),
+        identity=identity,
+        companion=companion.model if companion is not None else None,
+    )
     probe.mark()
     memory = probe.measure(loaded, engine)
     return LoadedEngine(engine, engine.info(_facts(loaded, config, engine, time.monotonic() - started), memory))
@@ -80,6 +87,47 @@ def _load(
         return load_model(settings.path, device=device, numerics=config.numerics, progress=progress)
     source = lay_out(settings.synthetic).source(device)
     return load_source(source, device=device, numerics=config.numerics, progress=progress)
+
+
+def _load_companion(
+    target: LoadedModel, config: EngineConfig, device: torch.device, progress: Callable[[int, int], None]
+) -> LoadedModel | None:
+    """The drafter's own model, where the configuration names one; RefusalError where its vocabulary is another one."""
+    path = config.speculation.model_path
+    if path is None:
+        return None
+    is_block = config.speculation.drafter is DrafterKind.DFLASH2
+    loaded = load_model(path, device=device, numerics=config.numerics, progress=progress, drafter=is_block)
+    if not is_block and target.source.opened is not None:
+        check_vocabularies(target.source, loaded.source)
+    return loaded
+
+
+def check_vocabularies(target: Source, other: Source) -> None:
+    """Raise RefusalError unless the tokens of two models are the same (behind the shorter table there is padding)."""
+    texts = [
+        (
+            tokenizer_from_gguf(source.metadata)
+            if source.container is Container.GGUF
+            else tokenizer_from_folder(source.folder)
+        ).vocabulary.texts
+        for source in (target, other)
+    ]
+    for token_id, (own, drafted) in enumerate(zip(*texts, strict=False)):
+        if own != drafted:
+            raise RefusalError(
+                f"{other.path} cannot draft for {target.path}: token {token_id} is {drafted!r} there and {own!r} here; "
+                "the drafter needs the same vocabulary"
+            )
+
+
+def _drafting(config: EngineConfig) -> str:
+    speculation = config.speculation
+    if speculation.drafter is DrafterKind.NONE:
+        return "off"
+    own = f" ({speculation.model_path})" if speculation.model_path else ""
+    rule = "" if speculation.acceptance is Acceptance.EXACT else ", accepted by probability"
+    return f"{speculation.drafter.value}{own}, up to {speculation.max_draft} tokens{rule}"
 
 
 def check_device(name: str) -> torch.device:
@@ -106,6 +154,7 @@ def _facts(loaded: LoadedModel, config: EngineConfig, engine: Engine, seconds: f
             f"{cache.used_bytes / 2**20:,.0f} MiB {config.cache.dtype.value}, "
             f"{engine.cache.max_request_tokens:,} tokens per request, {config.scheduler.max_sequences} at once"
         ),
+        "drafting": _drafting(config),
         "prefix cache": f"on, from {minimum} tokens" if config.cache.prefix_caching else "off",
         "loaded in": f"{seconds:.1f} s",
     }

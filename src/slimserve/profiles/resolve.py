@@ -425,7 +425,7 @@ def _refused_settings(settings: Mapping[str, Setting], device: DeviceKind) -> li
         refused.append("numerics fast (every kernel of this build is exact)")
     if value["drafter"] not in {kind.value for kind in DrafterKind}:
         refused.append(f"drafter {value['drafter']} (this build does not have it)")
-    elif value["drafter"] == "none" and value["draft_schedule"]:
+    elif value["drafter"] == "none" and value["draft_schedule"] and settings["drafter"].origin is not Origin.FLAG:
         refused.append("draft_schedule without a drafter")
     for name in ("tensor_parallel", "data_parallel"):
         if value[name] != 1:

@@ -67,7 +67,7 @@ SETTINGS: dict[str, SettingSpec] = {
         SettingSpec("cpu_activations", _C, "what CPU products multiply weights with", choices=("int8", "float")),
         SettingSpec("numerics", _C, "exact: a row's bits never depend on others", choices=("exact", "fast")),
         SettingSpec("num_threads", _I, "CPU threads", 1, 1024),
-        SettingSpec("drafter", _C, "who drafts tokens", choices=("none", "nextn", "dflash2", "lookup")),
+        SettingSpec("drafter", _C, "who drafts tokens", choices=("none", "nextn", "dflash2", "lookup", "model")),
         SettingSpec("draft_schedule", SettingKind.SCHEDULE, "[from, to, drafts] by running sequences"),
         SettingSpec("tensor_parallel", _I, "devices that share one model", 1, 64),
         SettingSpec("data_parallel", _I, "replicas of the model", 1, 64),
