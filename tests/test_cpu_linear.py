@@ -8,10 +8,11 @@ import torch
 
 from slimserve.ops import Activations, NumericsConfig, linear, prepare_linear
 from slimserve.ops.cpu import library
+from slimserve.ops.cpu.build import find_compiler
 from slimserve.quant.formats import find_format, is_plain
 from slimserve.quant.tensor import PackedTensor
 
-if library.load_or_warn() is None:
+if find_compiler() is None:
     pytest.skip("no C++ compiler: the CPU kernels cannot be built", allow_module_level=True)
 
 # Byte offsets of the fp16 fields of a block; the other bytes may take any value.

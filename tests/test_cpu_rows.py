@@ -10,9 +10,10 @@ from test_cpu_linear import random_packed
 
 from slimserve.ops import NumericsConfig
 from slimserve.ops.cpu import library, rows, weights
+from slimserve.ops.cpu.build import find_compiler
 from slimserve.ops.reference import activation, attention, linear, norms, rotary
 
-if library.load_or_warn() is None:
+if find_compiler() is None:
     pytest.skip("no C++ compiler: the CPU kernels cannot be built", allow_module_level=True)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
