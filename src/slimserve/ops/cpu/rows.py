@@ -68,7 +68,7 @@ def silu_mul(gate_up: torch.Tensor, limit: float | None = None) -> torch.Tensor:
     """See `slimserve.ops.silu_mul`."""
     gate_up = gate_up.contiguous()
     half = gate_up.shape[-1] // 2
-    out = torch.empty((*gate_up.shape[:-1], half), dtype=gate_up.dtype)
+    out = gate_up.new_empty(*gate_up.shape[:-1], half)
     load().slim_silu_mul(
         gate_up.data_ptr(), DTYPES[gate_up.dtype], out.numel() // max(half, 1), half, int(limit is not None),
         limit or 0.0, out.data_ptr(),
@@ -80,7 +80,7 @@ def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """See `slimserve.ops.gelu_tanh_mul`."""
     gate_up = gate_up.contiguous()
     half = gate_up.shape[-1] // 2
-    out = torch.empty((*gate_up.shape[:-1], half), dtype=gate_up.dtype)
+    out = gate_up.new_empty(*gate_up.shape[:-1], half)
     load().slim_gelu_tanh_mul(
         gate_up.data_ptr(), DTYPES[gate_up.dtype], out.numel() // max(half, 1), half, out.data_ptr()
     )
@@ -152,7 +152,7 @@ def paged_attention(
         block_table, row_offsets = block_table.to(torch.int32), row_offsets.to(torch.int32)
     if start_positions.dtype is not torch.int32:
         start_positions = start_positions.to(torch.int32)
-    out = torch.empty((tokens, q_heads, v.shape[3]), dtype=q.dtype)
+    out = q.new_empty(tokens, q_heads, v.shape[3])
     load().slim_paged_attention(
         q.data_ptr(), DTYPES[q.dtype], q.stride(0), q.stride(1), k.data_ptr(), v.data_ptr(), DTYPES[k.dtype], pages,
         block_table.data_ptr(), block_table.stride(0), row_offsets.data_ptr(), start_positions.data_ptr(),
