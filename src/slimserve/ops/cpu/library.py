@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from slimserve.errors import RefusalError
+from slimserve.hardware import usable_cores
 from slimserve.ops.cpu.build import ensure_library
 from slimserve.quant.grids import grid, parity_signs
 
@@ -63,15 +64,18 @@ _kept: list[torch.Tensor] = []  # code tables that the library points to
 
 
 def available_cores() -> int:
-    """Cores this process may use: its affinity, within the container's quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-        if quota != "max":
-            cores = min(cores, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):
-        pass
-    return cores
+    """Threads to use: the cores this process may use, two hardware threads of one core counted once."""
+    usable = usable_cores()
+    if not hasattr(os, "sched_getaffinity"):
+        return usable
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        try:
+            cores.add(siblings.read_text(encoding="ascii").strip())
+        except OSError:
+            cores.add(str(cpu))
+    return max(1, min(usable, len(cores)))
 
 
 def _open(path: Path) -> ctypes.CDLL:
