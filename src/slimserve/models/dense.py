@@ -170,7 +170,7 @@ class DenseLayer:
 
 
 class DenseModel:
-    """The forward of a dense decoder."""
+    """The forward of a dense decoder; `taps` lists layers whose completed output a drafter reads."""
 
     def __init__(self, config: DenseConfig, parameters: Parameters) -> None:
         self.config = config
@@ -179,20 +179,26 @@ class DenseModel:
         self.layers = [DenseLayer(config, layer, rotary, parameters) for layer in range(config.num_layers)]
         self.norm = RMSNorm(parameters.tensor("norm"), config.norm_eps)
         self.head = Head(parameters.head("head", tied_to="embedding" if config.tied_head else None))
+        self.taps: tuple[int, ...] = ()
 
-    def __call__(self, step: StepInput, caches: Caches) -> torch.Tensor:
-        """Hidden states after the final norm [T, H]."""
+    def __call__(self, step: StepInput, caches: Caches, tapped: list[torch.Tensor] | None = None) -> torch.Tensor:
+        """Hidden states after the final norm [T, H]; appends the output [T, H] of each layer in `taps` to `tapped`."""
         residual = self.embedding(step.token_ids)  # [T, H]
         x = self.layers[0].input_norm(residual)
         for index, layer in enumerate(self.layers):
             if index:
                 x, residual = layer.input_norm.add(x, residual)
+                if tapped is not None and index - 1 in self.taps:
+                    tapped.append(residual)
             storage = caches[index].attention
             assert storage is not None, "the cache table names attention storage for every layer"
             x = layer.attention(x, step, storage)
             x, residual = layer.mlp_norm.add(x, residual)
             x = layer.mlp(x)
-        return self.norm.add(x, residual)[0]
+        x, residual = self.norm.add(x, residual)
+        if tapped is not None and len(self.layers) - 1 in self.taps:
+            tapped.append(residual)
+        return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [L, H] -> float32 logits [L, V]."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -10,11 +12,33 @@ from slimserve.ops.cpu import registry as cpu_registry
 from slimserve.ops.reference import registry as reference_registry
 from slimserve.ops.resolver import Case, Choice, KernelEntry, Op, resolve
 
+_references_alone = False
+
+
+@contextmanager
+def references_only() -> Iterator[None]:
+    """Every kernel that is chosen inside is the torch reference: for parity runs, which load and run a model in it."""
+    global _references_alone
+    _references_alone = True
+    _forget()
+    try:
+        yield
+    finally:
+        _references_alone = False
+        _forget()
+
+
+def _forget() -> None:
+    entries.cache_clear()
+    pick.cache_clear()
+
 
 @functools.cache
 def entries(device_type: str) -> tuple[KernelEntry, ...]:
     """Every kernel that may serve on a device type, preferred first; the torch references stand last."""
     found: tuple[KernelEntry, ...] = ()
+    if _references_alone:
+        return reference_registry.entries()
     if device_type == "cpu":
         found = cpu_registry.entries()
     elif device_type == "cuda":
