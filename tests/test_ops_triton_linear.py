@@ -136,7 +136,7 @@ def test_a_row_does_not_depend_on_the_number_of_rows(name: str, monkeypatch: pyt
 
 
 @pytest.mark.skipif(not ON_DEVICE, reason="tile shapes only differ on a device")
-@pytest.mark.parametrize("name", ["Q4_K", "Q8_0", "NVFP4", "Q6_K", "BF16"])
+@pytest.mark.parametrize("name", ["Q4_K", "Q8_0", "NVFP4", "Q6_K", "Q2_K", "IQ2_XXS", "F8_E4M3", "BF16"])
 def test_every_tile_gives_the_same_bits(name: str) -> None:
     torch.manual_seed(4)
     weight = random_weight(name, 700, 5120)
@@ -144,7 +144,7 @@ def test_every_tile_gives_the_same_bits(name: str) -> None:
     x = torch.randn(40, 5120).bfloat16().to(DEVICE)
     expected = torch.empty(40, 700, device=DEVICE)
     served.run(x, expected, kernels.NARROW)
-    for tile in (*kernels.TILES, *kernels.SWEEP):
+    for tile in (tile for tile in (*kernels.TILES, *kernels.SWEEP) if kernels.serves(name, tile)):
         out = torch.full((40, 700), math.nan, device=DEVICE)
         served.run(x, out, tile)
         assert torch.equal(out, expected), tile
@@ -185,6 +185,23 @@ def experts_oracle(
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
             out[t] += weights[t, slot].double() * (down[ids[t, slot]] @ (gate * torch.sigmoid(gate) * up))
     return out
+
+
+@pytest.mark.parametrize(("rows", "slots", "experts", "columns"), [(1, 8, 20, 8), (9, 3, 4, 8), (30, 2, 3, 16)])
+def test_small_groupings_equal_the_large_ones(
+    rows: int, slots: int, experts: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slimserve.ops.triton import experts as routed
+
+    torch.manual_seed(6)
+    ids = torch.randint(0, experts, (rows, slots), device=DEVICE)
+    small = routed.group_rows(ids, experts, columns, slots)
+    monkeypatch.setattr(routed, "GROUP_PAIRS", 0)
+    large = routed.group_rows(ids, experts, columns, slots)
+    assert torch.equal(small.row_ids, large.row_ids) and torch.equal(small.tile_count, large.tile_count)
+    live = large.tile_count > 0
+    assert torch.equal(small.tile_group[live], large.tile_group[live])
+    assert torch.equal(small.tile_first[live], large.tile_first[live])
 
 
 @pytest.mark.parametrize(

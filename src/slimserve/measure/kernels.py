@@ -41,6 +41,7 @@ FORMATS = ("NVFP4", "F8_E4M3", "Q8_0", "Q4_K", "Q6_K", "Q2_K", "IQ2_XXS", "BF16"
 ROWS = (1, 4, 16, 64)
 ROTATED_BYTES = 400 << 20
 REPLAYS = 15
+COPY_WARMUPS, COPY_REPEATS = 100, 50
 EXPERTS, SLOTS = 288, 8
 _HALF_SCALES = {"Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82), "IQ2_XXS": (0,), "Q4_0": (0,)}
 
@@ -85,11 +86,24 @@ def time_graph(calls: Sequence[Callable[[], object]], replays: int = REPLAYS) ->
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second, read plus written, of a large device-to-device copy."""
+    """Bytes per second, read plus written, of a large device-to-device copy.
+
+    Timed outside a graph, whose copies may take another engine, and after a while of copying: an idle device's clocks
+    start low.
+    """
     source = torch.empty(1 << 30, dtype=torch.uint8, device=device).random_(0, 255)
     target = torch.empty_like(source)
-    seconds, _ = time_graph([lambda: target.copy_(source)] * 4)
-    return 2 * source.numel() / seconds
+    times: list[float] = []
+    for repeat in range(COPY_REPEATS + COPY_WARMUPS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(4):
+            target.copy_(source)
+        end.record()
+        end.synchronize()
+        if repeat >= COPY_WARMUPS:
+            times.append(begin.elapsed_time(end) / 1e3 / 4)
+    return 2 * source.numel() / statistics.median(times)
 
 
 def random_packed(name: str, shape: tuple[int, ...], device: torch.device) -> PackedTensor:
@@ -135,7 +149,7 @@ def measure_linear(what: str, name: str, rows: Sequence[int], bandwidth: float, 
     found: list[Figure] = []
     for count in rows:
         x = torch.randn(count, shape[1], device=device).bfloat16()
-        for variant, runs in _variants(served, x, sweep).items():
+        for variant, runs in _variants(name, served, x, sweep).items():
             out = torch.full((count, shape[0]), torch.nan, dtype=torch.bfloat16, device=device)
             seconds, spread = time_graph([lambda run=run, out=out, x=x: run(x, out) for run in runs])  # type: ignore[misc]
             rate = packed.num_bytes / seconds
@@ -155,14 +169,17 @@ def measure_linear(what: str, name: str, rows: Sequence[int], bandwidth: float, 
     return found
 
 
-def _variants(served: Sequence[object], x: torch.Tensor, sweep: bool) -> dict[str, list[Callable[..., None]]]:
+def _variants(
+    name: str, served: Sequence[object], x: torch.Tensor, sweep: bool
+) -> dict[str, list[Callable[..., None]]]:
     """The product as it is served and, with `sweep`, on every other tile shape."""
     variants: dict[str, list[Callable[..., None]]] = {"served": list(served)}  # type: ignore[arg-type]
     if sweep:
         from slimserve.ops.triton import linear
 
         for tile in linear.SWEEP:
-            if x.shape[0] <= 8 * tile.columns <= 16 * max(4, x.shape[0]):
+            fits = x.shape[0] <= 8 * tile.columns <= 16 * max(4, x.shape[0])
+            if fits and linear.serves(name, tile):
                 variants[str(tile)] = [
                     lambda x, out, weight=weight, tile=tile: weight.run(x, out, tile)  # type: ignore[attr-defined]
                     for weight in served

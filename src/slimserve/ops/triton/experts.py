@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from slimserve.ops.numerics import NumericsConfig
-from slimserve.ops.triton.launch import NO_FUSION, cdiv
+from slimserve.ops.triton.launch import NO_FUSION, cdiv, next_power
 from slimserve.ops.triton.linear import (
     LOCKS,
     NARROW,
@@ -22,10 +22,13 @@ from slimserve.ops.triton.linear import (
     prepare_rows,
     segments_of,
 )
-from slimserve.ops.triton.linear_kernel import combine_kernel
+from slimserve.ops.triton.linear_kernel import combine_kernel, group_kernel
 from slimserve.ops.triton.relayout import relayout
 from slimserve.ops.triton.rows import gated
 from slimserve.quant.tensor import PackedTensor
+
+GROUP_PAIRS = 256
+"""Up to so many pairs, one small kernel sorts them; a dozen library calls would take longer than the experts."""
 
 
 def choose_expert_tile(num_rows: int, num_pairs: int, num_experts: int) -> Tile:
@@ -42,6 +45,15 @@ def group_rows(expert_ids: torch.Tensor, num_experts: int, columns: int, divisor
     """
     flat = expert_ids.reshape(-1).long()
     pairs = flat.shape[0]
+    if pairs <= GROUP_PAIRS:
+        num_tiles = min(pairs, num_experts + pairs // columns)
+        group, first, count = torch.empty((3, num_tiles), dtype=torch.int32, device=flat.device)
+        order = torch.empty(pairs, dtype=torch.int32, device=flat.device)
+        group_kernel[(1,)](
+            flat, group, first, count, order, pairs, num_tiles, num_experts,
+            COLUMNS=columns, PAIRS=max(16, next_power(pairs)), num_warps=8 if pairs > 64 else 4,
+        )  # fmt: skip
+        return Grouping(group, first, count, order, divisor)
     order = torch.argsort(flat, stable=True)
     ones = torch.ones_like(flat)
     counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, ones)

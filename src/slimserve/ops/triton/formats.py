@@ -31,6 +31,7 @@ class TileFormat:
     field_bits: width of what `unpack` calls words (packed into int32 words per step where narrower).
     words: int32 words per row and step, and bias: what the tile leaves to the offset (see `tiles`). offsets: groups
     add a multiple of the sum of x; minima: the same as a product of a tile of integers, whose words hold four steps.
+    spread: where each bit of a low plane's word goes, if not where it is.
     grid: name of the table of an I format, and the factor that its entries are multiplied with.
     """
 
@@ -53,6 +54,7 @@ class TileFormat:
     grid_high: int = 0
     grid_delta: bool = False
     weight_parts: int = 1
+    spread: tuple[int, ...] = ()
 
     @property
     def chained(self) -> bool:
@@ -182,11 +184,25 @@ def _nvfp4(blocks: torch.Tensor) -> Unpacked:
     return scaled_e2m1(nibbles(blocks[:, 4:36].reshape(-1, 4, 8)).reshape(-1, 64), scales)
 
 
-def _word_sign_bytes(words: torch.Tensor) -> torch.Tensor:
-    """The four 7-bit sign indices of each u32 [B, 8] as sign words int32 [B, 8]."""
+def _sign_bytes(words: torch.Tensor) -> torch.Tensor:
+    """The four 7-bit sign indices of each u32 [B, 8] as bytes of eight signs [B, 32]."""
     shifts = torch.tensor([0, 7, 14, 21], device=words.device)
-    index = (words[..., None] >> shifts) & 127
-    return as_words(parity_signs().to(words.device)[index].reshape(words.shape[0], 32), 8)
+    return parity_signs().to(words.device)[(words[..., None] >> shifts) & 127].reshape(words.shape[0], 32)
+
+
+def _pair_words(index: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+    """Grid rows and sign bytes [B, 32] as codes [B, 256] whose 16-bit words `tiles_grid.pairs_tile` reads.
+
+    Word 8 i + 2 q + b: index of grid row 8 i + 4 b + q, then for pairs 3, 2, 1, 0 of weights the sign of weight b of
+    the pair, first for grid row 8 i + 4 + q, then for row 8 i + q.
+    """
+    index = index.reshape(-1, 4, 2, 4).transpose(2, 3).to(torch.int32)  # [B, i, q, b]
+    bits = (signs.reshape(-1, 4, 2, 4)[..., None] >> torch.arange(8, dtype=torch.uint8, device=signs.device)) & 1
+    bits = bits.reshape(-1, 4, 2, 4, 4, 2).to(torch.int32)  # [B, i, odd, q, pair, b]
+    shifts = 15 - 4 * torch.arange(2)[:, None, None, None] - torch.arange(4)[:, None]
+    words = index + (bits << shifts.to(bits.device)).sum(dim=(2, 4)).to(torch.int32)  # [B, i, q, b]
+    fields = torch.arange(0, 16, 2, dtype=torch.int32, device=signs.device)[:, None]
+    return ((words.reshape(-1, 1, 32) >> fields) & 3).to(torch.uint8).reshape(-1, 256)
 
 
 def _grid_words(
@@ -210,7 +226,8 @@ def _iq2_xxs(blocks: torch.Tensor) -> Unpacked:
     fields = blocks[:, 2:66].reshape(-1, 8, 8)
     words = word_field(fields.reshape(-1, 8), 4).reshape(-1, 8)
     index = fields[:, :, 0:4].reshape(-1, 32)
-    return _grid_words(half_field(blocks, 0) / 8, words >> 28, _word_sign_bytes(words), index, None)
+    scales = torch.cat((_float_word(half_field(blocks, 0) / 8), as_words(words >> 28, 4)), dim=1)
+    return _pair_words(index, _sign_bytes(words)), scales
 
 
 def _iq2_xs(blocks: torch.Tensor) -> Unpacked:
@@ -227,7 +244,7 @@ def _iq2_s(blocks: torch.Tensor) -> Unpacked:
 
 def _iq3_xxs(blocks: torch.Tensor) -> Unpacked:
     words = word_field(blocks, 66, 8)
-    return _grid_words(half_field(blocks, 0) / 4, words >> 28, _word_sign_bytes(words), blocks[:, 2:66], None)
+    return _grid_words(half_field(blocks, 0) / 4, words >> 28, as_words(_sign_bytes(words), 8), blocks[:, 2:66], None)
 
 
 def _iq3_s(blocks: torch.Tensor) -> Unpacked:
@@ -260,9 +277,18 @@ _PAIRED = replace(_NIBBLE_128, scale=tiles.SCALE_HALF_PAIR.value, offsets=True)
 _FIVE_256 = replace(_NIBBLE_128, code=tiles.FIVE_BITS.value, step=256, high_bits=1)
 _LEVELS = replace(_NIBBLE_128, code=tiles.NIBBLE_LEVELS.value)
 _SUB_16 = TileFormat(tiles.TWO_BITS.value, tiles.SCALE_BYTE.value, 256, 16, low_bits=2, word_bits=16, words=5)
-_E2M1_16 = TileFormat(
-    tiles.WORD_E2M1.value, tiles.SCALE_E4M3.value, 128, 16, low_bits=4, word_bits=16, field_bits=8, words=2
+_SCALED_16 = replace(_SUB_16, code=tiles.SCALED_TWO_BITS.value, scale=tiles.SCALE_K2.value, minima=True)
+_WORDS_256 = TileFormat(tiles.WORD_NIBBLE.value, tiles.SCALE_HALF.value, 256, 32, low_bits=4, word_bits=16)
+_Q8_0 = TileFormat(
+    tiles.SIGNED_BYTE.value, tiles.SCALE_HALF.value, 128, 32, _q8_0, 8, word_bits=16, words=2, field_bits=16
 )
+E2M1_BITS = (6, 7, 8, 15, 3, 4, 5, 12, 0, 1, 2, 9, 10, 11, 13, 14)
+"""Places of the bits of four E2M1 codes in a word: one shift brings magnitude and sign of the first three codes to
+bits 6..8 and 15, where `tiles.word_e2m1` wants them."""
+_E2M1_16 = TileFormat(
+    tiles.WORD_E2M1.value, tiles.SCALE_E4M3.value, 128, 16, low_bits=4, word_bits=16, field_bits=8, words=2,
+    spread=E2M1_BITS,
+)  # fmt: skip
 _GRID_32 = TileFormat(tiles.GRID.value, tiles.SCALE_ODD_NIBBLE.value, 256, 32)
 _GRID_16 = replace(_GRID_32, dot=16)
 _PLAIN = TileFormat(tiles.PLAIN.value, tiles.SCALE_NONE.value, 128, 64)
@@ -272,12 +298,10 @@ TILE_FORMATS: dict[str, TileFormat] = {
     "Q4_1": replace(_PAIRED, unpack=_q4_1, bias=-128, words=4),
     "Q5_0": replace(_FIVE_256, unpack=_q5_0, bias=16, words=4, field_bits=16),
     "Q5_1": replace(_FIVE_256, scale=tiles.SCALE_HALF_PAIR.value, offsets=True, unpack=_q5_1, words=8),
-    "Q8_0": TileFormat(
-        tiles.SIGNED_BYTE.value, tiles.SCALE_HALF.value, 128, 32, _q8_0, low_bits=8, words=2, field_bits=16
-    ),
-    "Q2_K": replace(_SUB_16, scale=tiles.SCALE_K2.value, minima=True, unpack=_q2_k, words=3),
+    "Q8_0": _Q8_0,
+    "Q2_K": replace(_SCALED_16, unpack=_q2_k, words=3),
     "Q3_K": replace(_SUB_16, code=tiles.THREE_BITS.value, unpack=_q3_k, high_bits=1, bias=4),
-    "Q4_K": replace(_NIBBLE_128, scale=tiles.SCALE_K.value, step=256, offsets=True, unpack=_q4_k, bias=-128, words=5),
+    "Q4_K": replace(_WORDS_256, scale=tiles.SCALE_K.value, unpack=_q4_k, offsets=True, bias=-128, words=5),
     "Q5_K": replace(_FIVE_256, scale=tiles.SCALE_K.value, offsets=True, unpack=_q5_k, words=5),
     "Q6_K": replace(_SUB_16, code=tiles.SIX_BITS.value, unpack=_q6_k, low_bits=4, high_bits=2, bias=32),
     "IQ4_NL": replace(_LEVELS, unpack=_iq4_nl, words=2, field_bits=16),
@@ -290,7 +314,9 @@ TILE_FORMATS: dict[str, TileFormat] = {
     "INT4": replace(_NIBBLE_128, scale=tiles.SCALE_FLOAT.value, bias=8),
     "F8_E4M3": TileFormat(tiles.FLOAT8.value, tiles.SCALE_NONE.value, 128, 64, low_bits=8),
     "TQ2_0": replace(_SUB_16, scale=tiles.SCALE_FLOAT.value, unpack=_tq2_0, bias=1, words=1),
-    "IQ2_XXS": replace(_GRID_32, unpack=_iq2_xxs, grid="IQ2_XXS", words=2 + 8 + 8),
+    "IQ2_XXS": replace(
+        _GRID_32, code=tiles.GRID_PAIRS.value, unpack=_iq2_xxs, low_bits=2, word_bits=16, grid="IQ2_XXS", words=2
+    ),
     "IQ2_XS": replace(_GRID_16, unpack=_iq2_xs, grid="IQ2_XS", words=3 + 8 + 8 + 1, grid_high=1),
     "IQ2_S": replace(_GRID_16, unpack=_iq2_s, grid="IQ2_S", words=3 + 8 + 8 + 2, grid_high=2),
     "IQ3_XXS": replace(_GRID_32, unpack=_iq3_xxs, grid="IQ3_XXS", words=2 + 8 + 16, grid_row=4),
@@ -304,8 +330,19 @@ TILE_FORMATS: dict[str, TileFormat] = {
 """Formats that the kernel serves."""
 
 
+def _pair_selectors(values: torch.Tensor) -> torch.Tensor:
+    """Grid rows [256, 8] of {8, 25, 43} as int32 [256, 2]: per weight, where a permutation finds its two bytes.
+
+    The bytes of the three as bfloat16 are 00 41, C8 41 and 2C 42; the permutation sees 00, 00, 00, 00, C8, 2C, 41, 42.
+    """
+    selectors = torch.where(values == 8, 0x60, torch.where(values == 25, 0x64, 0x75))
+    return as_words(selectors, 8)
+
+
 def table_of(fmt: TileFormat, device: torch.device) -> torch.Tensor | None:
-    """The grid of an I format as bfloat16 [entries, row] on `device`."""
+    """The grid of an I format as bfloat16 [entries, row] on `device`, or what `tiles_grid.pairs_tile` looks up."""
     if not fmt.grid:
         return None
+    if fmt.code == tiles.GRID_PAIRS.value:
+        return _pair_selectors(grid(fmt.grid)).to(device).contiguous()
     return (grid(fmt.grid).to(torch.float32) * fmt.grid_factor).to(torch.bfloat16).to(device).contiguous()

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from slimserve.ops.numerics import NumericsConfig
+from slimserve.ops.triton.formats import TILE_FORMATS
 from slimserve.ops.triton.launch import INTERPRETED, NO_FUSION, cdiv, multiprocessors
 from slimserve.ops.triton.linear_kernel import embedding_kernel, linear_kernel, split_rows_kernel
 from slimserve.ops.triton.relayout import TileWeight, relayout
+from slimserve.ops.triton.tiles import GRID_PAIRS
 from slimserve.quant.tensor import PackedTensor
 
 SEGMENT_PROGRAMS = 1024
@@ -20,6 +22,10 @@ SEGMENT_ELEMENTS = 512
 """The least part of K that a segment covers."""
 
 LOCKS = 4096
+
+SPLIT_TILES = 6
+"""Segments run in parallel where a multiprocessor would get fewer tiles than this: a tile is two warps or so, and it
+takes many more for enough loads to be under way at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +46,17 @@ def segments_of(weight: TileWeight) -> Segments:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Weight rows and input rows of a program, which operand the weights are, warps and pipeline stages."""
+    """Weight rows and input rows of a program, which operand the weights are, warps and pipeline stages.
+
+    twin: the input rows are two tiles, so that none is as large as the warp-group form of a product needs.
+    """
 
     rows: int
     columns: int
     swap: bool
     warps: int
     stages: int = 2
+    twin: bool = False
 
 
 NARROW = Tile(64, 8, False, 2)
@@ -65,8 +75,16 @@ SWEEP = (
     Tile(128, 32, True, 8),
     Tile(256, 32, True, 8),
     Tile(64, 64, False, 2, 3),
+    Tile(128, 64, True, 4, 2, True),
+    Tile(128, 64, True, 8, 2, True),
+    Tile(256, 64, True, 8, 2, True),
 )
 """Other tiles that a measurement may try; a tile never changes a row's bits (tests hold it on a device)."""
+
+
+def serves(name: str, tile: Tile) -> bool:
+    """Whether a tile serves a format: pairs of a grid are laid out for the left operand only."""
+    return not (tile.swap and TILE_FORMATS[name].code == GRID_PAIRS.value)
 
 
 def choose_tile(num_rows: int) -> Tile:
@@ -76,7 +94,7 @@ def choose_tile(num_rows: int) -> Tile:
 
 @dataclass(slots=True)
 class Prepared:
-    """Input rows as the kernel reads them: bfloat16 planes [parts, M, width], group sums [groups, M]."""
+    """Input rows as the kernel reads them: bfloat16 planes [parts, M, width]; group sums [3, M, groups] for minima."""
 
     planes: torch.Tensor
     sums: torch.Tensor
@@ -85,25 +103,21 @@ class Prepared:
 
 
 def prepare_rows(x: torch.Tensor, weight: TileWeight) -> Prepared:
-    """Cut x [M, K] into bfloat16 planes that sum to it exactly, and sum it over the weight's groups where needed."""
+    """Cut x [M, K] into bfloat16 planes that sum to it exactly, and sum it over the groups of minima."""
     fmt = weight.format
     num_rows, width = x.shape
     parts = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}[x.dtype]
     padded = weight.steps * fmt.step
-    wants_sums = fmt.offsets or fmt.minima
-    if parts == 1 and not wants_sums:
+    if parts == 1 and not fmt.minima:
         return Prepared(x, x, 1, width)
-    groups = padded // fmt.dot
+    sums = x
     if fmt.minima:
-        sums = torch.empty((3, num_rows, groups), dtype=torch.bfloat16, device=x.device)
-    else:
-        sums = torch.empty((groups, num_rows) if fmt.offsets else 1, dtype=torch.float32, device=x.device)
+        sums = torch.empty((3, num_rows, padded // fmt.dot), dtype=torch.bfloat16, device=x.device)
     planes = x if parts == 1 else torch.empty((parts, num_rows, padded), dtype=torch.bfloat16, device=x.device)
     block = 1024
     split_rows_kernel[(num_rows, cdiv(padded, block))](
         x, planes, sums, num_rows, width, padded, x.stride(0),
-        PARTS=parts, SUMS=wants_sums, SUM_PARTS=3 if fmt.minima else 1, GROUP=fmt.dot, BLOCK=block,
-        num_warps=4, **NO_FUSION,
+        PARTS=parts, SUMS=fmt.minima, GROUP=fmt.dot, BLOCK=block, num_warps=4, **NO_FUSION,
     )  # fmt: skip
     return Prepared(planes, sums, parts, width if parts == 1 else padded)
 
@@ -136,9 +150,8 @@ def launch(
     fmt = weight.format
     tiles_m = cdiv(num_rows, tile.columns) if grouping is None else grouping.tile_group.shape[0]
     tiles_n = cdiv(weight.rows, tile.rows)
-    spread = tiles_m * tiles_n < 2 * multiprocessors(out.device) and tiles_m * tiles_n <= LOCKS
-    split = segments.count > 1 and spread
     tiles = tiles_m * tiles_n
+    split = segments.count > 1 and tiles < min(SPLIT_TILES * multiprocessors(out.device), LOCKS)
     work = torch.empty(
         tiles * segments.count * tile.rows * tile.columns if split else 1, dtype=torch.float32, device=out.device
     )
@@ -160,7 +173,8 @@ def launch(
         ROW_SCALE=weight.row_scale is not None, BLOCK_SCALE=weight.block_scale is not None, CHAIN=fmt.chained,
         TAIL=rows.width < weight.steps * fmt.step,
         SPLIT=split, GROUPED=grouping is not None, SWAP=tile.swap, ASM=not INTERPRETED, UPCAST=INTERPRETED,
-        BN=tile.rows, BM=tile.columns, STAGES=tile.stages, num_warps=tile.warps, **NO_FUSION,
+        BN=tile.rows, BM=tile.columns // 2 if tile.twin else tile.columns, TWIN=tile.twin, STAGES=tile.stages,
+        num_warps=tile.warps, **NO_FUSION,
     )  # fmt: skip
 
 

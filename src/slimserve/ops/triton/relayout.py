@@ -56,7 +56,7 @@ def refuses(packed_format: str, shape: tuple[int, ...] | None) -> str | None:
     return None
 
 
-def _plane(codes: torch.Tensor, bits: int, shift: int, word_bits: int) -> torch.Tensor:
+def _plane(codes: torch.Tensor, bits: int, shift: int, word_bits: int, spread: tuple[int, ...] = ()) -> torch.Tensor:
     """Bits [shift, shift + bits) of codes [r, steps, dots, W], word_bits / bits dots a tile: [steps, tiles, r, W]."""
     rows, steps, dots, width = codes.shape
     per_tile = word_bits // bits
@@ -65,6 +65,11 @@ def _plane(codes: torch.Tensor, bits: int, shift: int, word_bits: int) -> torch.
     packed = fields[:, :, :, 0].clone()
     for field in range(1, per_tile):
         packed |= fields[:, :, :, field] << (bits * field)
+    if spread:
+        moved = torch.zeros_like(packed)
+        for source, target in enumerate(spread):
+            moved |= ((packed >> source) & 1) << target
+        packed = moved
     return packed.permute(1, 2, 0, 3).to(_WORDS[word_bits])
 
 
@@ -163,7 +168,7 @@ def _matrix(packed: PackedTensor, fmt: TileFormat, device: torch.device) -> list
             fields = None if fields is None else fields.reshape(stop - start, steps, -1)
         if codes is not None and low is not None:
             codes = codes.reshape(stop - start, steps, dots, fmt.dot)
-            low[:, :, start:stop] = _plane(codes, fmt.low_bits, 0, fmt.word_bits)
+            low[:, :, start:stop] = _plane(codes, fmt.low_bits, 0, fmt.word_bits, fmt.spread)
             if fmt.minima and high is not None:
                 high[:, 0, start:stop] = _minima(codes)
             elif high is not None:

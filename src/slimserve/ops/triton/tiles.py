@@ -27,6 +27,9 @@ NIBBLE_E2M1 = tl.constexpr(8)
 GRID = tl.constexpr(9)
 PLAIN = tl.constexpr(10)
 WORD_E2M1 = tl.constexpr(11)
+SCALED_TWO_BITS = tl.constexpr(12)
+GRID_PAIRS = tl.constexpr(13)
+WORD_NIBBLE = tl.constexpr(14)
 
 # Scale kinds: how a group's scale (and offset) lie in the words of a row and step.
 SCALE_NONE = tl.constexpr(0)
@@ -127,6 +130,11 @@ def two_planes(
 def word_field(c, SHIFT: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr):
     """Field (c >> SHIFT) & MASK of 16-bit words, less BIAS: two words to a register, no permutation needed."""
     if ASM:
+        if BIAS == -128:
+            return tl.inline_asm_elementwise(
+                f"{{ .reg .b32 t; shr.b32 t, $1, {SHIFT}; lop3.b32 $0, t, {MASK * 65537}, 1124090624, 234; }}",
+                "=r,r", [c], dtype=tl.bfloat16, is_pure=True, pack=2,
+            )  # fmt: skip
         return tl.inline_asm_elementwise(
             f"{{ .reg .b32 t, one, b; shr.b32 t, $1, {SHIFT}; lop3.b32 t, t, {MASK * 65537}, 1124090624, 234;"
             f" mov.b32 one, 1065369472; mov.b32 b, {3271607040 + BIAS * 65537}; fma.rn.bf16x2 $0, t, one, b; }}",
@@ -168,29 +176,53 @@ def word_fields(
 
 @triton.jit
 def word_e2m1(c, scale, FIELD: tl.constexpr, SWAP: tl.constexpr, ASM: tl.constexpr):
-    """E2M1 nibble FIELD of 16-bit words times scale / 2^126, scale a bfloat16 [BN] of at most four significant bits.
+    """E2M1 code FIELD of 16-bit words times scale / 2^126, scale from `group_factor`.
 
-    Moved to bits 6..8 and 15 of a bfloat16 number, exponent, mantissa and sign of a nibble read as its value / 2^126,
-    subnormals included; the product with the scale is exact.
+    Moved to bits 6..8 and 15 of a bfloat16 number, exponent, mantissa and sign of a code read as its value / 2^126,
+    subnormals included; the product with the scale is exact. `relayout` puts the bits of the first three codes where
+    one shift and one mask move them (`E2M1_BITS` in formats).
     """
     wide = tl.broadcast_to(along_rows(scale, SWAP), c.shape)
     if ASM:
         # -0.0 as the addend makes the fused multiply-add a plain product on every architecture.
-        if FIELD < 2:
+        if FIELD < 3:
             return tl.inline_asm_elementwise(
-                f"{{ .reg .b32 t, u, z; shl.b32 t, $1, {6 - 4 * FIELD}; and.b32 t, t, 29360576;"
-                f" shl.b32 u, $1, {12 - 4 * FIELD}; lop3.b32 t, u, 2147516416, t, 234;"
+                f"{{ .reg .b32 t, z; shl.b32 t, $1, {3 * FIELD}; and.b32 t, t, 2176876992;"
                 " mov.b32 z, 2147516416; fma.rn.bf16x2 $0, t, $2, z; }",
-                "=r,r,r", [c, wide], dtype=tl.bfloat16, is_pure=True, pack=2,
+                "=r,r,r,r", [c, wide], dtype=tl.bfloat16, is_pure=True, pack=2,
             )  # fmt: skip
         return tl.inline_asm_elementwise(
-            f"{{ .reg .b32 t, u, z; shr.b32 t, $1, {4 * FIELD - 6}; and.b32 t, t, 29360576;"
-            f" shl.b32 u, $1, {12 - 4 * FIELD}; lop3.b32 t, u, 2147516416, t, 234;"
+            "{ .reg .b32 t, u, z; shr.b32 t, $1, 4; and.b32 t, t, 12583104;"
+            " shr.b32 u, $1, 5; lop3.b32 t, u, 16777472, t, 234; shl.b32 u, $1, 1; lop3.b32 t, u, 2147516416, t, 234;"
             " mov.b32 z, 2147516416; fma.rn.bf16x2 $0, t, $2, z; }",
-            "=r,r,r", [c, wide], dtype=tl.bfloat16, is_pure=True, pack=2,
+            "=r,r,r,r", [c, wide], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
-    value = _e2m1_doubled((c.to(tl.int32) >> (4 * FIELD)) & 15)
-    return (value * (wide.to(tl.float32) * 5.877471754111438e-39)).to(tl.bfloat16)
+    word = c.to(tl.int32)
+    if FIELD < 3:
+        code = ((word >> (6 - 3 * FIELD)) & 7) | (((word >> (15 - 3 * FIELD)) & 1) << 3)
+    else:
+        code = ((word >> 10) & 3) | (((word >> 13) & 3) << 2)
+    factor = (wide & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True).to(tl.float32)
+    return (_e2m1_doubled(code) * (factor * 5.877471754111438e-39)).to(tl.bfloat16)
+
+
+@triton.jit
+def scaled_two_bits(c, scale, FIELD: tl.constexpr, SWAP: tl.constexpr, ASM: tl.constexpr):
+    """Two-bit field of 16-bit words times a four-bit scale, over 2^14, exactly; scale from `nibble_factor`.
+
+    Left at bits 2 (FIELD % 3) of a bfloat16 number, a code reads as code * 2^(2 (FIELD % 3) - 133), subnormal.
+    """
+    wide = tl.broadcast_to(along_rows(scale, SWAP), c.shape)
+    if ASM:
+        return tl.inline_asm_elementwise(
+            f"{{ .reg .b32 t, z; shr.b32 t, $1, {6 * (FIELD // 3)}; and.b32 t, t, {196611 << (2 * (FIELD % 3))};"
+            " mov.b32 z, 2147516416; fma.rn.bf16x2 $0, t, $2, z; }",
+            "=r,r,r,r", [c, wide], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    factor = (wide & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True).to(tl.float32)
+    code = ((c.to(tl.int32) >> (2 * FIELD)) & 3).to(tl.float32)
+    # 2^(2 (FIELD % 3) - 133) in two factors, because one is not an ordinary float32 number on every host.
+    return (code * ((factor * 1.1754943508222875e-38) * (0.0078125 * (4 ** (FIELD % 3))))).to(tl.bfloat16)
 
 
 @triton.jit
@@ -201,18 +233,17 @@ def _e2m1_doubled(code):
 
 
 @triton.jit
-def signed_byte(c, ASM: tl.constexpr):
-    """Bytes as int8. A byte u = 128 s + r is (128 + r) + (-128 - 128 s), both exact bfloat16 numbers."""
+def signed_byte(c, HIGH: tl.constexpr, ASM: tl.constexpr):
+    """Byte HIGH of 16-bit words as int8. A byte u = 128 s + r is (128 + r) + (-128 - 128 s), both exact bfloat16
+    numbers."""
     if ASM:
         return tl.inline_asm_elementwise(
-            "{ .reg .b32 t, u, v, one; mov.b32 one, 1065369472;"
-            " prmt.b32 t, $2, 0, 16704; lop3.b32 u, t, 8323199, 1124090624, 234;"
-            " lop3.b32 v, t, 8388736, 3271607040, 234; fma.rn.bf16x2 $0, u, one, v;"
-            " prmt.b32 t, $2, 0, 17218; lop3.b32 u, t, 8323199, 1124090624, 234;"
-            " lop3.b32 v, t, 8388736, 3271607040, 234; fma.rn.bf16x2 $1, u, one, v; }",
-            "=r,=r,r", [c], dtype=tl.bfloat16, is_pure=True, pack=4,
+            f"{{ .reg .b32 t, u, v, one; mov.b32 one, 1065369472; shr.b32 t, $1, {8 * HIGH};"
+            " lop3.b32 u, t, 8323199, 1124090624, 234; lop3.b32 v, t, 8388736, 3271607040, 234;"
+            " fma.rn.bf16x2 $0, u, one, v; }",
+            "=r,r", [c], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
-    return c.to(tl.int8, bitcast=True).to(tl.float32).to(tl.bfloat16)
+    return (c.to(tl.int32) >> (8 * HIGH)).to(tl.int8).to(tl.float32).to(tl.bfloat16)
 
 
 @triton.jit
@@ -288,10 +319,17 @@ def _byte_raised(word, INDEX: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def _nibble_raised(word, INDEX: tl.constexpr):
-    """2^23 + nibble INDEX of words as float32."""
-    low = (word.to(tl.uint32, bitcast=True) >> (4 * INDEX)) & 15
-    return (low | 0x4B000000).to(tl.float32, bitcast=True)
+def _odd_raised(word, INDEX: tl.constexpr, ASM: tl.constexpr):
+    """2^23 + 2 * nibble INDEX + 1 of words as float32."""
+    if ASM:
+        LEFT: tl.constexpr = 1 if INDEX == 0 else 0
+        RIGHT: tl.constexpr = 4 * INDEX - 1 + LEFT
+        return tl.inline_asm_elementwise(
+            f"{{ .reg .b32 t; shl.b32 t, $1, {LEFT}; shr.b32 t, t, {RIGHT}; lop3.b32 $0, t, 30, 1258291201, 234; }}",
+            "=r,r", [word], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    nibble = (word.to(tl.uint32, bitcast=True) >> (4 * INDEX)) & 15
+    return ((nibble * 2) | 0x4B000001).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -325,9 +363,6 @@ def group_scale(
         minimum = _byte_raised(load_word(ptr, step, 3 + j // 4, n, rows, WORDS), j % 4, ASM)
         minimum = _lowered(minimum, -half_of(pair, 1))
         offset = tl.fma(scale, tl.full(scale.shape, BIAS, tl.float32), minimum)
-    elif SCALE == SCALE_K2:
-        word = load_word(ptr, step, 1 + j // 8, n, rows, WORDS)
-        scale = _lowered(_nibble_raised(word, j % 8), half_of(load_word(ptr, step, 0, n, rows, WORDS), 0))
     elif SCALE == SCALE_BYTE:
         # Stored with 128 added.
         unit = load_word(ptr, step, 0, n, rows, WORDS).to(tl.float32, bitcast=True)
@@ -336,7 +371,7 @@ def group_scale(
     elif SCALE == SCALE_ODD_NIBBLE:
         # unit * (2 * nibble + 1)
         unit = load_word(ptr, step, 0, n, rows, WORDS).to(tl.float32, bitcast=True)
-        scale = _lowered(_nibble_raised(load_word(ptr, step, 1 + j // 8, n, rows, WORDS), j % 8), 2.0 * unit) + unit
+        scale = _lowered(_odd_raised(load_word(ptr, step, 1 + j // 8, n, rows, WORDS), j % 8, ASM), unit)
     elif SCALE == SCALE_POWER:
         # 2^(e - 128), subnormal below e = 2.
         exponent = (load_word(ptr, step, j // 4, n, rows, WORDS) >> (8 * (j % 4))) & 255
@@ -360,13 +395,34 @@ def minimum_unit(ptr, step, n, rows, WORDS: tl.constexpr):
 
 
 @triton.jit
-def group_factor(ptr, step, j, n, rows, WORDS: tl.constexpr):
-    """Scale [BN] of dot j times 2^119 as bfloat16, from a byte of five exponent and three mantissa bits.
+def group_factor(ptr, step, j, n, rows, WORDS: tl.constexpr, ASM: tl.constexpr):
+    """Scale [BN] of dot j times 2^119 as a pair of equal bfloat16 numbers in an int32, from a byte of five exponent
+    and three mantissa bits.
 
     `relayout` re-encodes E4M3 scales so: subnormal ones become ordinary numbers of the wider exponent (exact), and
     the codes of a group with scale zero become zero. Shifting the byte into place and raising its exponent is all
     that is left to do here.
     """
-    word = load_word(ptr, step, j // 4, n, rows, WORDS).to(tl.uint32, bitcast=True)
-    bits = (((word >> (8 * (j % 4))) & 255) << 4) + 30208
-    return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    word = load_word(ptr, step, j // 4, n, rows, WORDS)
+    if ASM:
+        return tl.inline_asm_elementwise(
+            f"{{ .reg .b32 t; prmt.b32 t, $1, 0, {16448 + 257 * (j % 4)}; mad.lo.u32 $0, t, 16, 1979741696; }}",
+            "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return (((word >> (8 * (j % 4))) & 255) << 4) + 30208
+
+
+@triton.jit
+def nibble_factor(ptr, step, j, n, rows, WORDS: tl.constexpr, ASM: tl.constexpr):
+    """Four-bit scale [BN] of dot j times 2^(119 - 2 (j % 8 % 3)) as a pair of equal bfloat16 numbers in an int32."""
+    word = load_word(ptr, step, 1 + j // 8, n, rows, WORDS)
+    if ASM:
+        # 128 + scale, then (128 + scale) * 2^k - 2^(k + 7).
+        return tl.inline_asm_elementwise(
+            f"{{ .reg .b32 t, u, v; prmt.b32 t, $1, 0, {16448 + 257 * (j % 8 // 2)}; shr.b32 t, t, {4 * (j % 2)};"
+            f" lop3.b32 t, t, 983055, 1124090624, 234; mov.b32 u, {(246 - 2 * (j % 8 % 3)) * 8388736};"
+            f" mov.b32 v, {(509 - 2 * (j % 8 % 3)) * 8388736}; fma.rn.bf16x2 $0, t, u, v; }}",
+            "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    scale = ((word >> (4 * (j % 8))) & 15).to(tl.float32) * (6.646139978924579e35 * 0.25 ** (j % 8 % 3))
+    return scale.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)

@@ -1,0 +1,219 @@
+"""Tile shapes, pipeline depths and cuts of K of the device matrix product, timed side by side.
+
+    python -m slimserve.measure.kernel_sweep [--formats NVFP4,Q4_K] [--shapes "27B gate,27B down"] [--seconds 110]
+
+Every variant is compiled first, by processes side by side (the compiler keeps its results on disk). Then each is
+timed as `measure.kernels` does, and its bits are compared with the narrow tile's: a row's bits may depend on the cut of
+K, which is a function of the shape, and on nothing else. A line is a variant; `*` marks the fastest of its rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from slimserve.measure.kernels import FORMATS, ROTATED_BYTES, SHAPES, copy_bandwidth, random_packed, time_graph
+from slimserve.ops.numerics import NumericsConfig
+from slimserve.ops.triton import linear
+from slimserve.ops.triton.linear import Tile, TritonLinear
+from slimserve.ops.triton.relayout import TileWeight
+
+TILES: dict[int, tuple[Tile, ...]] = {
+    1: (
+        Tile(64, 8, False, 2),
+        Tile(64, 8, False, 2, 3),
+        Tile(64, 8, False, 2, 4),
+        Tile(32, 8, False, 1, 3),
+        Tile(128, 8, False, 2, 3),
+    ),
+    16: (Tile(64, 16, False, 2), Tile(64, 16, False, 2, 3), Tile(128, 16, True, 4)),
+    64: (
+        Tile(64, 64, False, 2),
+        Tile(64, 32, False, 2),
+        Tile(128, 32, True, 4),
+        Tile(128, 64, True, 4, 2, True),
+        Tile(128, 64, True, 8, 2, True),
+        Tile(256, 64, True, 8, 2, True),
+    ),
+}
+"""Tiles by the number of input rows that they are timed with."""
+
+PROGRAMS = (512, 1024, 2048)
+"""Numbers of programs that the cut of K aims at (`linear.SEGMENT_PROGRAMS`)."""
+
+REPLAYS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One variant: median microseconds, weight bytes per second as a share of the copy, and whether bits agree."""
+
+    format: str
+    shape: str
+    rows: int
+    tile: str
+    programs: int
+    microseconds: float
+    share_of_copy: float
+    same_bits: bool
+    error: str = ""
+
+
+def tiles_of(name: str, rows: int) -> list[Tile]:
+    """Tiles that serve a format (grids of pairs know no swapped form)."""
+    return [tile for tile in TILES[rows] if linear.serves(name, tile)]
+
+
+def compile_format(name: str) -> None:
+    """Compile what the sweep runs of one format, on a small weight."""
+    device = torch.device("cuda")
+    served = TritonLinear(random_packed(name, (1024, 8192), device), device, NumericsConfig())
+    served.segments = linear.Segments(8, -(-served.weight.steps // 8))
+    for rows in TILES:
+        for tile in tiles_of(name, rows):
+            for dtype in (torch.bfloat16, torch.float32):
+                try:
+                    served.run(
+                        torch.randn(rows, 8192, device=device).bfloat16(),
+                        torch.empty(rows, 1024, dtype=dtype, device=device),
+                        tile,
+                    )
+                except Exception as error:  # a tile that does not compile is reported where it is timed
+                    print(f"{name} {tile}: {str(error)[:200]}", file=sys.stderr)
+    torch.cuda.synchronize()
+
+
+def compile_all(formats: Sequence[str], deadline: float) -> None:
+    """Compile every format in processes of their own, side by side."""
+    command = [sys.executable, "-m", "slimserve.measure.kernel_sweep", "--compile"]
+    workers = [subprocess.Popen([*command, name]) for name in formats]
+    for worker in workers:
+        try:
+            worker.wait(max(1.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            worker.kill()
+
+
+def copies_of(served: TritonLinear, count: int) -> list[TritonLinear]:
+    """The same weight at `count` places in memory."""
+    copies = [served]
+    for _ in range(count - 1):
+        clone = object.__new__(TritonLinear)
+        weight = served.weight
+        low, high, words = (None if t is None else t.clone() for t in (weight.low, weight.high, weight.words))
+        clone.weight = replace(weight, low=low, high=high, words=words)
+        clone.segments, clone.locks, clone.num_bytes = served.segments, torch.zeros_like(served.locks), served.num_bytes
+        copies.append(clone)
+    return copies
+
+
+def segments_for(weight: TileWeight, programs: int) -> linear.Segments:
+    """The cut of K that aims at a number of programs."""
+    kept = linear.SEGMENT_PROGRAMS
+    linear.SEGMENT_PROGRAMS = programs
+    try:
+        return linear.segments_of(weight)
+    finally:
+        linear.SEGMENT_PROGRAMS = kept
+
+
+def sweep_shape(what: str, name: str, bandwidth: float, deadline: float) -> Iterator[Timing]:
+    """Every variant of one weight, until the deadline."""
+    device, shape = torch.device("cuda"), SHAPES[what]
+    packed = random_packed(name, shape, device)
+    copies = copies_of(TritonLinear(packed, device, NumericsConfig()), max(2, -(-ROTATED_BYTES // packed.num_bytes)))
+    for rows in TILES:
+        x = torch.randn(rows, shape[1], device=device).bfloat16()
+        for programs in PROGRAMS:
+            segments = segments_for(copies[0].weight, programs)
+            for copy in copies:
+                copy.segments = segments
+            expected = torch.empty(rows, shape[0], device=device)
+            copies[0].run(x, expected, linear.NARROW)
+            for tile in tiles_of(name, rows):
+                if time.monotonic() > deadline:
+                    return
+                try:
+                    yield _timed(what, name, packed.num_bytes, bandwidth, copies, x, tile, programs, expected)
+                except Exception as error:  # one broken variant must not cost the others their measurement
+                    yield Timing(name, what, rows, str(tile), programs, 0.0, 0.0, False, str(error)[:200])
+
+
+def _timed(
+    what: str, name: str, num_bytes: int, bandwidth: float, copies: Sequence[TritonLinear], x: torch.Tensor,
+    tile: Tile, programs: int, expected: torch.Tensor,
+) -> Timing:  # fmt: skip
+    got = torch.full_like(expected, torch.nan)
+    copies[-1].run(x, got, tile)
+    out = torch.empty(expected.shape, dtype=torch.bfloat16, device=x.device)
+    seconds, _ = time_graph([lambda copy=copy: copy.run(x, out, tile) for copy in copies], REPLAYS)  # type: ignore[misc]
+    share = num_bytes / seconds / bandwidth
+    same = torch.equal(got, expected)
+    return Timing(name, what, x.shape[0], short(tile), programs, round(seconds * 1e6, 2), round(share, 4), same)
+
+
+def short(tile: Tile) -> str:
+    """A tile in few characters: weight rows x input rows, s(wapped), t(win), warps, stages."""
+    kinds = ("s" if tile.swap else "") + ("t" if tile.twin else "")
+    return f"{tile.rows}x{tile.columns}{kinds} w{tile.warps} p{tile.stages}"
+
+
+def show(found: Sequence[Timing]) -> None:
+    """A compact table: per format, shape and rows the variants, times for each cut of K side by side."""
+    for key in dict.fromkeys((t.format, t.shape, t.rows) for t in found):
+        mine = [t for t in found if (t.format, t.shape, t.rows) == key]
+        best = min((t.microseconds for t in mine if t.microseconds), default=0.0)
+        print(f"{key[0]} {key[1]} M={key[2]}  (us % of copy; cuts {'/'.join(str(p) for p in PROGRAMS)})")
+        for tile in dict.fromkeys(t.tile for t in mine):
+            cells = []
+            for t in (t for t in mine if t.tile == tile):
+                mark = ("*" if t.microseconds == best else "") + ("" if t.same_bits else "!")
+                cells.append(f"{t.microseconds:6.1f} {100 * t.share_of_copy:4.1f}{mark}" if not t.error else t.error)
+            print(f"  {tile:16s} " + " | ".join(cells))
+    sys.stdout.flush()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compile, time and print; writes every timing as JSON where --out is given."""
+    parser = argparse.ArgumentParser(prog="slimserve.measure.kernel_sweep", description=__doc__)
+    parser.add_argument("--formats", default=",".join(name for name in FORMATS if name != "BF16"))
+    parser.add_argument("--shapes", default="27B gate,27B down")
+    parser.add_argument("--seconds", type=float, default=110.0, help="start nothing new after so many seconds")
+    parser.add_argument("--compile", metavar="FORMAT", help="only compile this format")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("No CUDA device: the sweep needs one.", file=sys.stderr)
+        return 3
+    if options.compile:
+        compile_format(options.compile)
+        return 0
+    begun = time.monotonic()
+    formats = [name for name in options.formats.split(",") if name]
+    compile_all(formats, begun + 0.6 * options.seconds)
+    bandwidth = copy_bandwidth(torch.device("cuda"))
+    print(f"compiled in {time.monotonic() - begun:.0f} s; copy {bandwidth / 1e9:.0f} GB/s", flush=True)
+    found: list[Timing] = []
+    for what in options.shapes.split(","):
+        for name in formats:
+            one = list(sweep_shape(what, name, bandwidth, begun + options.seconds))
+            show(one)
+            found += one
+            torch.cuda.empty_cache()
+    if options.out is not None:
+        options.out.write_text(json.dumps([asdict(timing) for timing in found], indent=0), encoding="utf-8")
+    different = [t for t in found if not t.same_bits and not t.error]
+    print(f"{len(found)} variants, {len(different)} with other bits, {time.monotonic() - begun:.0f} s")
+    return 1 if different else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
