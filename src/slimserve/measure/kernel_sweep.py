@@ -20,7 +20,15 @@ from pathlib import Path
 
 import torch
 
-from slimserve.measure.kernels import FORMATS, ROTATED_BYTES, SHAPES, copy_bandwidth, random_packed, time_graph
+from slimserve.measure.kernels import (
+    FORMATS,
+    ROTATED_BYTES,
+    SHAPES,
+    copy_bandwidth,
+    random_packed,
+    relative_error,
+    time_graph,
+)
 from slimserve.ops.numerics import NumericsConfig
 from slimserve.ops.triton import linear
 from slimserve.ops.triton.linear import Tile, TritonLinear
@@ -54,7 +62,8 @@ REPLAYS = 7
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One variant: median microseconds, weight bytes per second as a share of the copy, and whether bits agree."""
+    """One variant: median microseconds, weight bytes per second as a share of the copy, whether the bits are those of
+    the narrow tile over all rows, and that tile's relative error."""
 
     format: str
     shape: str
@@ -64,7 +73,8 @@ class Timing:
     microseconds: float
     share_of_copy: float
     same_bits: bool
-    error: str = ""
+    error: float
+    failure: str = ""
 
 
 def tiles_of(name: str, rows: int) -> list[Tile]:
@@ -72,34 +82,40 @@ def tiles_of(name: str, rows: int) -> list[Tile]:
     return [tile for tile in TILES[rows] if linear.serves(name, tile)]
 
 
-def compile_format(name: str) -> None:
-    """Compile what the sweep runs of one format, on a small weight."""
+def compile_tiles(name: str, rows: int) -> None:
+    """Compile what the sweep runs of one format and number of rows, on a small weight."""
     device = torch.device("cuda")
     served = TritonLinear(random_packed(name, (1024, 8192), device), device, NumericsConfig())
     served.segments = linear.Segments(8, -(-served.weight.steps // 8))
-    for rows in TILES:
-        for tile in tiles_of(name, rows):
-            for dtype in (torch.bfloat16, torch.float32):
-                try:
-                    served.run(
-                        torch.randn(rows, 8192, device=device).bfloat16(),
-                        torch.empty(rows, 1024, dtype=dtype, device=device),
-                        tile,
-                    )
-                except Exception as error:  # a tile that does not compile is reported where it is timed
-                    print(f"{name} {tile}: {str(error)[:200]}", file=sys.stderr)
+    x = torch.randn(rows, 8192, device=device).bfloat16()
+    for tile in tiles_of(name, rows):
+        try:
+            served.run(x, torch.empty(rows, 1024, device=device), tile)
+        except Exception as error:  # a tile that does not compile is reported where it is timed
+            print(f"{name} {tile}: {str(error)[:200]}", file=sys.stderr)
+    if rows == min(TILES):
+        # What the expected bits come from where so many narrow tiles need no segments in parallel.
+        served.segments = linear.Segments(served.weight.steps, 1)
+        served.run(x, torch.empty(rows, 1024, device=device), linear.NARROW)
     torch.cuda.synchronize()
 
 
-def compile_all(formats: Sequence[str], deadline: float) -> None:
-    """Compile every format in processes of their own, side by side."""
+def compile_all(formats: Sequence[str], deadline: float) -> list[str]:
+    """Compile in one process per format and number of rows, side by side: the formats of which none failed."""
     command = [sys.executable, "-m", "slimserve.measure.kernel_sweep", "--compile"]
-    workers = [subprocess.Popen([*command, name]) for name in formats]
-    for worker in workers:
+    workers = {
+        (name, rows): subprocess.Popen([*command, f"{name}:{rows}"]) for rows in reversed(TILES) for name in formats
+    }
+    failed: set[str] = set()
+    for (name, rows), worker in workers.items():
         try:
-            worker.wait(max(1.0, deadline - time.monotonic()))
+            if worker.wait(max(1.0, deadline - time.monotonic())):
+                failed.add(name)
+                print(f"{name}: tiles for {rows} rows end with {worker.returncode}", flush=True)
         except subprocess.TimeoutExpired:
             worker.kill()
+            print(f"{name}: tiles for {rows} rows were not compiled in time", flush=True)
+    return [name for name in formats if name not in failed]
 
 
 def copies_of(served: TritonLinear, count: int) -> list[TritonLinear]:
@@ -130,34 +146,32 @@ def sweep_shape(what: str, name: str, bandwidth: float, deadline: float) -> Iter
     device, shape = torch.device("cuda"), SHAPES[what]
     packed = random_packed(name, shape, device)
     copies = copies_of(TritonLinear(packed, device, NumericsConfig()), max(2, -(-ROTATED_BYTES // packed.num_bytes)))
-    for rows in TILES:
-        x = torch.randn(rows, shape[1], device=device).bfloat16()
-        for programs in PROGRAMS:
-            segments = segments_for(copies[0].weight, programs)
-            for copy in copies:
-                copy.segments = segments
-            expected = torch.empty(rows, shape[0], device=device)
-            copies[0].run(x, expected, linear.NARROW)
+    inputs = torch.randn(max(TILES), shape[1], device=device).bfloat16()
+    for programs in PROGRAMS:
+        segments = segments_for(copies[0].weight, programs)
+        for copy in copies:
+            copy.segments = segments
+        expected = torch.empty(len(inputs), shape[0], device=device)
+        copies[0].run(inputs, expected, linear.NARROW)
+        error = relative_error(expected, inputs, packed)
+        for rows in TILES:
             for tile in tiles_of(name, rows):
                 if time.monotonic() > deadline:
                     return
                 try:
-                    yield _timed(what, name, packed.num_bytes, bandwidth, copies, x, tile, programs, expected)
-                except Exception as error:  # one broken variant must not cost the others their measurement
-                    yield Timing(name, what, rows, str(tile), programs, 0.0, 0.0, False, str(error)[:200])
+                    timing = _timed(packed.num_bytes / bandwidth, copies, inputs[:rows], tile, expected[:rows])
+                    yield Timing(name, what, rows, short(tile), programs, *timing, error)
+                except Exception as failure:  # one broken variant must not cost the others their measurement
+                    yield Timing(name, what, rows, short(tile), programs, 0.0, 0.0, False, error, str(failure)[:200])
 
 
 def _timed(
-    what: str, name: str, num_bytes: int, bandwidth: float, copies: Sequence[TritonLinear], x: torch.Tensor,
-    tile: Tile, programs: int, expected: torch.Tensor,
-) -> Timing:  # fmt: skip
-    got = torch.full_like(expected, torch.nan)
-    copies[-1].run(x, got, tile)
-    out = torch.empty(expected.shape, dtype=torch.bfloat16, device=x.device)
+    ideal_seconds: float, copies: Sequence[TritonLinear], x: torch.Tensor, tile: Tile, expected: torch.Tensor
+) -> tuple[float, float, bool]:
+    """Microseconds, share of the copy's speed, and whether the bits are the expected ones."""
+    out = torch.full_like(expected, torch.nan)
     seconds, _ = time_graph([lambda copy=copy: copy.run(x, out, tile) for copy in copies], REPLAYS)  # type: ignore[misc]
-    share = num_bytes / seconds / bandwidth
-    same = torch.equal(got, expected)
-    return Timing(name, what, x.shape[0], short(tile), programs, round(seconds * 1e6, 2), round(share, 4), same)
+    return round(seconds * 1e6, 2), round(ideal_seconds / seconds, 4), torch.equal(out, expected)
 
 
 def short(tile: Tile) -> str:
@@ -171,14 +185,30 @@ def show(found: Sequence[Timing]) -> None:
     for key in dict.fromkeys((t.format, t.shape, t.rows) for t in found):
         mine = [t for t in found if (t.format, t.shape, t.rows) == key]
         best = min((t.microseconds for t in mine if t.microseconds), default=0.0)
-        print(f"{key[0]} {key[1]} M={key[2]}  (us % of copy; cuts {'/'.join(str(p) for p in PROGRAMS)})")
+        cuts = "/".join(str(p) for p in PROGRAMS)
+        print(f"{key[0]} {key[1]} M={key[2]} (us, % of copy; cuts {cuts}; error {mine[0].error:.1e})")
         for tile in dict.fromkeys(t.tile for t in mine):
             cells = []
             for t in (t for t in mine if t.tile == tile):
                 mark = ("*" if t.microseconds == best else "") + ("" if t.same_bits else "!")
-                cells.append(f"{t.microseconds:6.1f} {100 * t.share_of_copy:4.1f}{mark}" if not t.error else t.error)
+                cells.append(
+                    f"{t.microseconds:6.1f} {100 * t.share_of_copy:4.1f}{mark}" if not t.failure else t.failure
+                )
             print(f"  {tile:16s} " + " | ".join(cells))
     sys.stdout.flush()
+
+
+def summarize(found: Sequence[Timing]) -> None:
+    """The fastest variant of every format, shape and number of rows, for each cut."""
+    print("fastest (tile us %), for cuts " + "/".join(str(programs) for programs in PROGRAMS))
+    for key in dict.fromkeys((t.format, t.shape, t.rows) for t in found):
+        cells = []
+        for programs in PROGRAMS:
+            mine = [t for t in found if (t.format, t.shape, t.rows, t.programs) == (*key, programs) and t.microseconds]
+            if mine:
+                best = min(mine, key=lambda t: t.microseconds)
+                cells.append(f"{best.tile} {best.microseconds:.1f} {100 * best.share_of_copy:.0f}%")
+        print(f"{key[0]} {key[1]} M={key[2]}: " + " | ".join(cells))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -186,19 +216,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="slimserve.measure.kernel_sweep", description=__doc__)
     parser.add_argument("--formats", default=",".join(name for name in FORMATS if name != "BF16"))
     parser.add_argument("--shapes", default="27B gate,27B down")
-    parser.add_argument("--seconds", type=float, default=110.0, help="start nothing new after so many seconds")
-    parser.add_argument("--compile", metavar="FORMAT", help="only compile this format")
+    parser.add_argument("--seconds", type=float, default=100.0, help="start nothing new after so many seconds")
+    parser.add_argument("--compile", metavar="FORMAT:ROWS", help="only compile these tiles")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("No CUDA device: the sweep needs one.", file=sys.stderr)
         return 3
     if options.compile:
-        compile_format(options.compile)
+        name, rows = options.compile.split(":")
+        compile_tiles(name, int(rows))
         return 0
     begun = time.monotonic()
     formats = [name for name in options.formats.split(",") if name]
-    compile_all(formats, begun + 0.6 * options.seconds)
+    formats = compile_all(formats, begun + 0.6 * options.seconds)
     bandwidth = copy_bandwidth(torch.device("cuda"))
     print(f"compiled in {time.monotonic() - begun:.0f} s; copy {bandwidth / 1e9:.0f} GB/s", flush=True)
     found: list[Timing] = []
@@ -210,7 +241,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             torch.cuda.empty_cache()
     if options.out is not None:
         options.out.write_text(json.dumps([asdict(timing) for timing in found], indent=0), encoding="utf-8")
-    different = [t for t in found if not t.same_bits and not t.error]
+    summarize(found)
+    different = [t for t in found if not t.same_bits and not t.failure]
     print(f"{len(found)} variants, {len(different)} with other bits, {time.monotonic() - begun:.0f} s")
     return 1 if different else 0
 

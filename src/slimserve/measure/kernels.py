@@ -129,7 +129,8 @@ def _ordinary_scales(blocks: torch.Tensor, fmt: BlockFormat) -> None:
         blocks[:, 0:4] = blocks[:, 0:4] % 64
 
 
-def _relative_error(got: torch.Tensor, x: torch.Tensor, packed: PackedTensor, rows: int = 512) -> float:
+def relative_error(got: torch.Tensor, x: torch.Tensor, packed: PackedTensor, rows: int = 512) -> float:
+    """Relative error of a product's first columns against float64 on decoded weights."""
     from slimserve.ops.reference.packed_rows import slice_rows
 
     decoded = slice_rows(packed, 0, min(rows, packed.shape[0])).dequantize().to(x.device).double()
@@ -163,7 +164,7 @@ def measure_linear(what: str, name: str, rows: Sequence[int], bandwidth: float, 
                     round(spread * 1e6, 2),
                     round(rate / 1e9, 1),
                     round(rate / bandwidth, 3),
-                    _relative_error(out, x, packed),
+                    relative_error(out, x, packed),
                 )
             )
     return found
