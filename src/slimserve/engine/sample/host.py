@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from slimserve.engine.request import SamplingParams
 from slimserve.engine.sample.batch import FloatArray, IntArray, RowEdit, SamplingRow
+from slimserve.ops.cpu.sampling import gumbel_candidates
 from slimserve.ops.reference.random import GUMBEL_MAX, Purpose, gumbel, random_bits
 
 LOGPROB_FLOOR = -9999.0
@@ -97,6 +98,8 @@ def draw(x: FloatArray, row: SamplingRow, purpose: Purpose) -> int:
     ids = kept_tokens(x, params)
     inverse = np.float32(1.0 / params.temperature)
     best = x.max()
+    if ids is None:
+        ids = gumbel_candidates(x, float(inverse), row.seed, row.position, purpose)
     if ids is None:
         # A token further below the best one than the largest possible draw cannot win: skip its random number.
         top = np.asarray([x.argmax()])

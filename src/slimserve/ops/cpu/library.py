@@ -37,6 +37,7 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "slim_file_rows": ([_I, _P, _L, _L, _L, _P, _L, _P, _I], None),
     "slim_linear": ([_P, _I, _P, _I, _L, _P, _I, _L, _I], None),
     "slim_experts": ([_P, _I, _P, _L, _P, _I, _L, _L, _P, _P, _I, _F, _I, _P], None),
+    "slim_gumbel_candidates": ([_P, _L, _F, _F, ctypes.c_uint64, _L, _I, _P, _L], _L),
     "slim_rms_norm": ([_P, _P, _I, _P, _F, _F, _L, _L, _P, _P], None),
     "slim_silu_mul": ([_P, _I, _L, _L, _I, _F, _P], None),
     "slim_gelu_tanh_mul": ([_P, _I, _L, _L, _P], None),

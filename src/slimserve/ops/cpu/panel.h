@@ -168,13 +168,7 @@ struct ScaleE8M0 {  // one exponent byte per 32, half of 2^(e - 127): MXFP4
 };
 
 // A byte's seven low bits as E4M3 (4 exponent, 3 mantissa bits), subnormals included, as float32 times 0.5.
-INLINE F half_e4m3(I bits) {
-  alignas(64) uint32_t wide[L];
-  alignas(32) uint16_t halves[L];
-  i_store(wide, i_shift<7>(bits));
-  for (int i = 0; i < L; ++i) halves[i] = (uint16_t)wide[i];
-  return f_mul(f_half(halves), f_set(128.0f));
-}
+INLINE F half_e4m3(I bits) { return f_mul(f_half_of(i_shift<7>(bits)), f_set(128.0f)); }
 
 struct ScaleUE4M3 {  // four UE4M3 bytes per 64, 0x7f means 0: GGUF NVFP4
   static constexpr int UNIT = 64, GROUP = 16, BYTES = 64;

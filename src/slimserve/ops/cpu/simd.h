@@ -137,6 +137,13 @@ INLINE I dot4(I acc, I w, I x) {
   return _mm512_dpbusd_epi32(acc, w, x);
 }
 constexpr bool FULL_IS_SIGNED = false;
+INLINE F f_half_of(I bits) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(bits)); }  // low 16 bits of each lane
+// Both halves of the 64-bit products of unsigned lanes.
+INLINE void i_multiply(I a, I b, I& high, I& low) {
+  I even = _mm512_mul_epu32(a, b), odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), _mm512_srli_epi64(b, 32));
+  high = _mm512_mask_mov_epi32(_mm512_srli_epi64(even, 32), 0xaaaa, odd);
+  low = _mm512_mullo_epi32(a, b);
+}
 INLINE float f_reduce_max(F a) { return _mm512_reduce_max_ps(a); }
 INLINE I i_select_gt(I a, I b, I yes, I no) { return _mm512_mask_mov_epi32(no, _mm512_cmpgt_epi32_mask(a, b), yes); }
 INLINE F f_select_lt(I a, I b, F yes, F no) { return _mm512_mask_mov_ps(no, _mm512_cmplt_epi32_mask(a, b), yes); }
@@ -231,6 +238,15 @@ INLINE I dot4(I acc, I w, I x) {
 }
 constexpr bool FULL_IS_SIGNED = true;
 #endif
+INLINE F f_half_of(I bits) {
+  I packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(bits, bits), 0x08);
+  return _mm256_cvtph_ps(_mm256_castsi256_si128(packed));
+}
+INLINE void i_multiply(I a, I b, I& high, I& low) {
+  I even = _mm256_mul_epu32(a, b), odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), _mm256_srli_epi64(b, 32));
+  high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+  low = _mm256_mullo_epi32(a, b);
+}
 INLINE float f_reduce_max(F a) {
   __m128 x = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
   x = _mm_max_ps(x, _mm_movehl_ps(x, x));
@@ -374,6 +390,18 @@ INLINE I dot4(I acc, I w, I x) {
   return acc;
 }
 constexpr bool FULL_IS_SIGNED = false;
+INLINE F f_half_of(I bits) {
+  F out;
+  EACH_LANE out[lane] = half_to_float((uint16_t)bits[lane]);
+  return out;
+}
+INLINE void i_multiply(I a, I b, I& high, I& low) {
+  EACH_LANE {
+    const uint64_t product = (uint64_t)(uint32_t)a[lane] * (uint32_t)b[lane];
+    high[lane] = (int32_t)(product >> 32);
+    low[lane] = (int32_t)product;
+  }
+}
 INLINE float f_reduce_max(F a) {
   float best = a[0];
   for (int lane = 1; lane < L; ++lane) best = a[lane] > best ? a[lane] : best;
@@ -411,6 +439,25 @@ INLINE F f_exp(F x) {
   F zero_below = f_select_lt(i_set(0), i_sub(i_and(i_bits(x), i_set((int32_t)0x7fffffff)), i_bits(f_set(87.33f))),
                              f_select_lt(i_bits(x), i_set(0), f_zero(), y), y);
   return zero_below;
+}
+
+// Natural logarithm of positive normal numbers, error about 1e-7: x = 2^e m, m in [sqrt(1/2), sqrt(2)).
+INLINE F f_log(F x) {
+  const I bits = i_sub(i_bits(x), i_set(0x3f3504f3));  // sqrt(1/2)
+  const F e = f_from_i(i_sub(i_shift<-23>(i_add(bits, i_set(0x3f800000))), i_set(127)));
+  const F m = f_sub(f_bits(i_add(i_and(bits, i_set(0x007fffff)), i_set(0x3f3504f3))), f_set(1.0f));
+  F p = f_set(7.0376836292e-2f);
+  p = f_fma(p, m, f_set(-1.1514610310e-1f));
+  p = f_fma(p, m, f_set(1.1676998740e-1f));
+  p = f_fma(p, m, f_set(-1.2420140846e-1f));
+  p = f_fma(p, m, f_set(1.4249322787e-1f));
+  p = f_fma(p, m, f_set(-1.6668057665e-1f));
+  p = f_fma(p, m, f_set(2.0000714765e-1f));
+  p = f_fma(p, m, f_set(-2.4999993993e-1f));
+  p = f_fma(p, m, f_set(3.3333331174e-1f));
+  const F m2 = f_mul(m, m);
+  const F tail = f_fma(f_mul(m, m2), p, f_mul(m2, f_set(-0.5f)));
+  return f_fma(e, f_set(0.693147182f), f_add(m, tail));
 }
 
 // Sum of all lanes by halving.
