@@ -142,11 +142,11 @@ def _pool_kernel(
     table_stride, ring,
     POOL: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64)
     begin = tl.load(offsets_ptr + row).to(tl.int64)
     count = tl.load(offsets_ptr + row + 1).to(tl.int64) - begin
     start = tl.load(starts_ptr + row).to(tl.int64)
-    pool = start // POOL + tl.program_id(1)
+    pool = start // POOL + tl.program_id(0)
     if pool >= (start + count) // POOL:
         return
     open_row = tl.load(open_ptr + row).to(tl.int64)
@@ -192,7 +192,8 @@ def update_pools(
     """See ops.hybrid.update_pools. The open rows are written by a second launch, after every read of the ring."""
     pool, dim = ape.shape
     keys, gates = keys.float().contiguous(), gates.float().contiguous()
-    grid = (row_offsets.numel() - 1, keys.shape[0] // pool + 1)
+    # Pools along x: y and z end at 65,535, which a prompt of 262,140 tokens in one step would pass.
+    grid = (keys.shape[0] // pool + 1, row_offsets.numel() - 1)
     _pool_kernel[grid](
         keys, gates, ape.float().contiguous(), pages, raw, block_table, open_index, row_offsets, start_positions,
         block_table.stride(0), raw.shape[1], POOL=pool, DIM=dim, BLOCK_D=next_power(dim), PAGE=PAGE_TOKENS,
