@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -91,7 +92,8 @@ class Rotary:
     """Rotates heads in place by their tokens' absolute positions.
 
     Pairs are dimension i with i + rotary_dim / 2, or neighbours where `interleaved`. `factors` [rotary_dim / 2]
-    are a file's own divisors of the frequencies.
+    are a file's own divisors of the frequencies. `sections` (pairs of time, height and width) turn pair
+    i by the axis i mod 3 while that axis has pairs left, and by time after that (Qwen3-VL's interleaved M-RoPE).
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Rotary:
         *,
         factors: torch.Tensor | None = None,
         interleaved: bool = False,
+        sections: Sequence[int] = (),
     ) -> None:
         frequencies = settings.inverse_frequencies()
         if factors is not None:
@@ -109,14 +112,32 @@ class Rotary:
         self.rotary_dim = settings.rotary_dim
         self.scale = settings.scale()
         self.interleaved = interleaved
+        # Frequencies of one axis each, zero elsewhere: a turn by zero changes no bit.
+        self.of_axis = [self.inv_freq * mask.to(device) for mask in axis_masks(sections, len(frequencies))]
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor) -> None:
-        """Rotate x [T, heads, D] in place."""
+        """Rotate x [T, heads, D] in place by positions [T], or by one row per axis of positions [3, T].
+
+        Equal rows (text) give the bits of one row.
+        """
+        if positions.dim() == 1:
+            self._turn(x, positions, self.inv_freq, self.scale)
+            return
+        if not self.of_axis or positions.shape[0] != len(self.of_axis):
+            raise ValueError(f"positions {tuple(positions.shape)} for a rotary embedding of {len(self.of_axis)} axes")
+        for axis, frequencies in enumerate(self.of_axis):
+            self._turn(x, positions[axis], frequencies, self.scale if axis == 0 else 1.0)
+
+    def _turn(self, x: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor, scale: float) -> None:
         ops.rope(
-            x,
-            positions,
-            self.inv_freq,
-            rotary_dim=self.rotary_dim,
-            interleaved=self.interleaved,
-            scale=self.scale,
-        )
+            x, positions, frequencies, rotary_dim=self.rotary_dim, interleaved=self.interleaved, scale=scale
+        )  # fmt: skip
+
+
+def axis_masks(sections: Sequence[int], num_pairs: int) -> list[torch.Tensor]:
+    """Which pairs each of three axes turns: bool [num_pairs] per axis; none where there are no sections."""
+    if not sections:
+        return []
+    pair = torch.arange(num_pairs)
+    height, width = ((pair % 3 == axis) & (pair < 3 * sections[axis]) for axis in (1, 2))
+    return [~(height | width), height, width]

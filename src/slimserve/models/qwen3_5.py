@@ -248,7 +248,7 @@ class Qwen35Model:
 
     def __init__(self, config: Qwen35Config, parameters: Parameters) -> None:
         self.config = config
-        rotary = Rotary(config.rope, parameters.device)
+        rotary = Rotary(config.rope, parameters.device, sections=config.rope_sections)
         self.embedding = Embedding(parameters.table("embedding"), parameters.dtype)
         self.layers = [
             Qwen35Block(config, f"layers.{layer}", layer in config.full_layers, rotary, parameters)
@@ -393,7 +393,16 @@ def _rope_from_hf(values: ConfigValues, head_dim: int) -> tuple[RopeSettings, tu
     sections = rope.raw("mrope_section") or []
     rope.require("mrope_interleaved", True)
     rope.finish()
-    return RopeSettings(theta, int(head_dim * fraction)), tuple(int(extent) for extent in sections)
+    return RopeSettings(theta, int(head_dim * fraction)), _sections(sections, "config.json mrope_section")
+
+
+def _sections(stated: Any, where: str) -> tuple[int, ...]:
+    """Pairs of the three rotary axes; a fourth of zero (as GGUF writes it) is dropped, none means text only."""
+    entries: list[Any] = list(stated) if isinstance(stated, Sequence) and not isinstance(stated, str) else [None]
+    valid = all(isinstance(entry, int) and 0 <= entry < 1 << 16 for entry in entries)
+    if not valid or (entries and (len(entries) not in (3, 4) or any(entries[3:]))):
+        raise FormatError(f"{where} is {str(stated)[:60]}, expected three whole numbers")
+    return tuple(entries[:3])
 
 
 def from_gguf(metadata: Mapping[str, Any], shapes: Shapes) -> Qwen35Config:
@@ -430,7 +439,7 @@ def from_gguf(metadata: Mapping[str, Any], shapes: Shapes) -> Qwen35Config:
         head_dim=head_dim,
         norm_eps=values.number("attention.layer_norm_rms_epsilon", 1e-6),
         rope=RopeSettings(values.number("rope.freq_base", 1e7), values.integer("rope.dimension_count", head_dim // 4)),
-        rope_sections=tuple(int(extent) for extent in sections),
+        rope_sections=_sections(sections, "GGUF metadata: qwen35.rope.dimension_sections"),
         recurrent=_recurrent_shape(values.integer("ssm.group_count"), heads, key_dim, inner // heads, tiled=True),
         conv_width=values.integer("ssm.conv_kernel", 4, maximum=8),
         full_layers=full,
