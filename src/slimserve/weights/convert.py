@@ -20,7 +20,7 @@ from slimserve.quant.formats import BF16, F32, NVFP4
 from slimserve.quant.tensor import BlockFormat, PackedTensor
 from slimserve.weights.gguf_write import TensorPlan, write_gguf
 from slimserve.weights.imatrix import Importances, read_imatrix
-from slimserve.weights.loader import read_config, stack
+from slimserve.weights.loader import read_config
 from slimserve.weights.quantize import requantize
 from slimserve.weights.quantize_report import Progress, QuantizeReport
 from slimserve.weights.quantize_rules import GGML_FILE_TYPES, Family, check_families, gguf_choice, writable_format
@@ -45,7 +45,7 @@ def convert(
     """Write the GGUF file `target` from the safetensors folder `source`, weights as `type_name`, tokenizer included.
 
     `families` give chosen names another type; small tensors that decide routing, decay and selection stay float32 or
-    bfloat16. One tensor (a layer's stack of experts at most) is in memory at a time. Raises UsageError, RefusalError
+    bfloat16. One matrix stands in float32 at a time, one tensor of the file in memory. Raises UsageError, RefusalError
     naming an architecture that has no GGUF form here, or FormatError.
     """
     opened = open_source(source)
@@ -63,11 +63,11 @@ def convert(
     plans: list[TensorPlan] = []
     tensors = _tensors(config, opened)
     check_families(families, [spec.gguf_name for spec, _ in tensors])
-    for spec, load in tensors:
+    for spec, parts in tensors:
         shape = _file_shape(spec)
         chosen = gguf_choice(spec.gguf_name, shape, fmt, wanted_head, keep, families)
         importance = None if chosen is None else report.importance_of(importances, spec.gguf_name)
-        plans.append(_plan(spec, shape, chosen, importance, load))
+        plans.append(_plan(spec, shape, chosen, importance, parts))
         report.count(plans[-1].format.name, plans[-1].num_bytes)
     metadata = {**glm5_gguf.gguf_metadata(config), "general.name": source.resolve().name}
     metadata |= {"general.file_type": GGML_FILE_TYPES[fmt.name], "general.quantization_version": 2}
@@ -77,40 +77,51 @@ def convert(
 
 
 def _plan(
-    spec: ParameterSpec, shape: tuple[int, ...], chosen: BlockFormat | None, importance: torch.Tensor | None, load: Load
+    spec: ParameterSpec,
+    shape: tuple[int, ...],
+    chosen: BlockFormat | None,
+    importance: torch.Tensor | None,
+    parts: Sequence[Load],
 ) -> TensorPlan:
     """An untouched tensor is float32 where the model holds it so, bfloat16 where it is a matrix."""
-    if chosen is not None:
-        return TensorPlan(spec.gguf_name, shape, chosen, lambda: requantize(load(), chosen, importance))
     plain = F32 if spec.keep is torch.float32 else BF16
-    return TensorPlan(spec.gguf_name, shape, plain, lambda: encode(load().dequantize(), plain, name=spec.hf_name).data)
+
+    def part(number: int, load: Load) -> torch.Tensor:
+        if chosen is None:
+            return encode(load().dequantize(), plain, name=spec.hf_name).data
+        own = importance if importance is None or importance.dim() == 1 else importance[number]
+        return requantize(load(), chosen, own)
+
+    def data() -> torch.Tensor:
+        made = [part(number, load) for number, load in enumerate(parts)]
+        return made[0] if len(shape) < 3 or len(made) == 1 else torch.stack(made)
+
+    return TensorPlan(spec.gguf_name, shape, chosen or plain, data)
 
 
 def _file_shape(spec: ParameterSpec) -> tuple[int, ...]:
     return RULES[spec.gguf_transform.kind].source_shape(spec.shape, spec.gguf_transform.argument)
 
 
-def _tensors(config: Glm5Config, source: Source) -> list[tuple[ParameterSpec, Load]]:
-    """Every tensor of the file with how to make it. Both tables name parameters alike; where their transforms are
-    equal too, the stored tensors are the same."""
+def _tensors(config: Glm5Config, source: Source) -> list[tuple[ParameterSpec, list[Load]]]:
+    """Every tensor of the file with how to make its parts (one, or one per expert).
+
+    Both tables name parameters alike; where their transforms are equal too, the stored tensors are the same.
+    """
     own = {spec.name: spec for spec in config.parameters()}
-    found: list[tuple[ParameterSpec, Load]] = []
+    found: list[tuple[ParameterSpec, list[Load]]] = []
     for spec in glm5_gguf.gguf_form(config).parameters():
         hf = own.get(spec.name)
         if hf is None:
-            found.append((spec, _half_of_kv(config, own, spec, source)))
+            found.append((spec, [_half_of_kv(config, own, spec, source)]))
         elif hf.hf_transform.kind == "stack_experts":
             names = [hf.hf_name.format(expert=expert) for expert in range(hf.hf_transform.argument)]
-            found.append((spec, partial(_stacked, source, names)))
+            found.append((spec, [partial(source.packed, name) for name in names]))
         elif hf.hf_transform == spec.gguf_transform:
-            found.append((spec, partial(source.packed, hf.hf_name)))
+            found.append((spec, [partial(source.packed, hf.hf_name)]))
         else:
             raise AssertionError(f"{spec.name}: {hf.hf_transform} is not {spec.gguf_transform}")
     return found
-
-
-def _stacked(source: Source, names: Sequence[str]) -> PackedTensor:
-    return stack([source.packed(name) for name in names])
 
 
 def _half_of_kv(config: Glm5Config, own: dict[str, ParameterSpec], spec: ParameterSpec, source: Source) -> Load:

@@ -222,7 +222,7 @@ def _parameter(spec: ParameterSpec, source: Source, names: tuple[str, ...]) -> P
     """Read, transform and check one parameter."""
     _, kind, argument = names_of(spec, source.container)
     parts = [RULES[kind].apply(source.packed(name), argument) for name in names]
-    tensor = parts[0] if len(parts) == 1 and len(spec.shape) == len(parts[0].shape) else stack(parts)
+    tensor = parts[0] if len(parts) == 1 and len(spec.shape) == len(parts[0].shape) else _stack(parts)
     if spec.keep is torch.float32 and tensor.data.dtype is not torch.float32:
         tensor = plain_float32(tensor, tensor.dequantize(torch.float32))
     if spec.role in SCANNED_ROLES:
@@ -232,7 +232,7 @@ def _parameter(spec: ParameterSpec, source: Source, names: tuple[str, ...]) -> P
     return tensor
 
 
-def stack(parts: Sequence[PackedTensor]) -> PackedTensor:
+def _stack(parts: Sequence[PackedTensor]) -> PackedTensor:
     """[N, K] tensors of one format as one [E, N, K] tensor."""
     first = parts[0]
     for part in parts:
