@@ -138,7 +138,7 @@ def measure(name: str, threads: int, rounds: int) -> None:
     for _ in range(rounds):
         for turn in turns:
             turn()
-    same = next((i for i, (a, b) in enumerate(zip(tokens["own"], tokens["llama.cpp"])) if a != b), 64)
+    same = next((i for i, (a, b) in enumerate(zip(tokens["own"], tokens["llama.cpp"], strict=False)) if a != b), 64)
     print(f"{name}, {threads} threads, {rounds} rounds; greedy tokens equal to llama.cpp's up to step {same}")
     for (engine, what), values in sorted(rates.items()):
         print(f"  {engine:16s} {what:12s} {figure(values)} tok/s")
