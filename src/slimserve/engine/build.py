@@ -16,7 +16,7 @@ from slimserve.engine.loop import Engine
 from slimserve.engine.memory import MemoryProbe
 from slimserve.engine.messages import EngineSpec
 from slimserve.errors import RefusalError, UsageError
-from slimserve.ops.cpu.library import load_or_warn, set_threads
+from slimserve.ops.cpu.library import num_threads
 from slimserve.weights.loader import LoadedModel, load_model, load_source
 from slimserve.weights.source import Container, Source
 from slimserve.weights.synthetic import SyntheticModel, lay_out
@@ -58,10 +58,6 @@ def build(arguments: dict[str, Any], progress: ProgressCallback) -> LoadedEngine
     config = decode_config(settings.config)
     started = time.monotonic()
     device = check_device(config.device)
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
-        if device.type == "cpu" and load_or_warn() is not None:
-            set_threads(config.num_threads)
     probe = MemoryProbe(device)
     loaded = _load(settings, config, device, lambda done, total: progress("weights", done, total))
     probe.mark()
@@ -148,7 +144,7 @@ def _facts(loaded: LoadedModel, config: EngineConfig, engine: Engine, seconds: f
     minimum = engine.cache.min_reusable_prefix if config.cache.prefix_caching else 0
     return {
         "architecture": loaded.source.architecture_name(),
-        "device": config.device if loaded.device.type != "cpu" else f"cpu, {torch.get_num_threads()} threads",
+        "device": config.device if loaded.device.type != "cpu" else f"cpu, {num_threads()} threads",
         "weights": f"{weights / 2**20:,.0f} MiB packed{', synthetic weights' if loaded.source.identity else ''}",
         "cache": (
             f"{cache.used_bytes / 2**20:,.0f} MiB {config.cache.dtype.value}, "

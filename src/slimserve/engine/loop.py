@@ -28,6 +28,7 @@ from slimserve.engine.step import RequestOutput, StepPlan, StepResult
 from slimserve.errors import RequestError, RunError
 from slimserve.models.contract import CacheSpec, Model
 from slimserve.models.dflash2 import DFlash2Model
+from slimserve.ops.cpu.library import serve_with
 
 logger = logging.getLogger("slimserve.engine")
 
@@ -67,7 +68,9 @@ class Engine:
         self._failed_steps = 0
         self._num_steps = 0
         device = torch.device(config.device)
-        if config.num_threads is not None:
+        if device.type == "cpu":
+            serve_with(config.num_threads)
+        elif config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         check_speculation(model, config, companion)
         specs = tuple(model.config.caches(config.cache.dtype.torch))

@@ -120,6 +120,28 @@ def set_threads(threads: int) -> None:
     load().slim_set_threads(threads)
 
 
+def serve_with(threads: int | None) -> None:
+    """Give the processor to these kernels: `threads` of them (None: one per core), and one thread to torch.
+
+    torch's own threads spin for milliseconds after each of its operations and would take a core away from every
+    product that follows: a decode step of Qwen2.5-Coder 0.5B took 35 ms instead of 25 on two busy cores. Where the
+    library is not built, torch gets the threads.
+    """
+    library = load_or_warn()
+    if library is None:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        return
+    library.slim_set_threads(threads or available_cores())
+    torch.set_num_threads(1)
+
+
+def num_threads() -> int:
+    """Threads that share one CPU operation."""
+    library = load_or_warn()
+    return torch.get_num_threads() if library is None else int(library.slim_threads())
+
+
 def instruction_set() -> str:
     """Which vector build was compiled: avx512-vnni, avx2-vnni, avx2 or portable."""
     name: bytes = load().slim_isa()
