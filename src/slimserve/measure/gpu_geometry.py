@@ -140,7 +140,7 @@ class Bench:
 
     def machine(self) -> None:
         """Copy bandwidth and the bf16 matrix rate, which the floors are made of."""
-        copied = copy_bandwidth(self.device.type)
+        copied = copy_bandwidth(self.device.type, num_bytes=(1 << 29) if self.device.type == "cuda" else None)
         self.bandwidth = copied.median
         size = 8192 if self.device.type == "cuda" else 256
         a = torch.randn(size, size, device=self.device).bfloat16()
@@ -346,7 +346,13 @@ def measure_profile(name: str, sink: Sink, streams: Sequence[int], steps: int, s
     assert record is not None and memory is not None
     bench = Bench(name, resolved.description, sink, torch.device("cuda", 0))
     bench.load(synthetic_model(record), config)
-    _stages(bench, bench.engine(config, plan, "recorded shape"), streams, steps, seconds, trace)
+    engine = sink.stage("recorded shape", 0, partial(bench.engine, config, plan, "recorded shape"))
+    if engine is None:
+        forget()
+        sink.say("trying once more without graphs")
+        engine = bench.engine(replace(config, graphs=False), plan, "recorded shape, no graphs")
+    _stages(bench, engine, streams, steps, seconds, trace)
+    del engine
     for shape in SHAPES.get(name, ()):
         forget()
         sink.stage(shape.label, 20, partial(measure_shape, bench, name, shape, memory))

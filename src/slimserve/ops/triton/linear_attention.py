@@ -212,7 +212,7 @@ def gated_delta_rule(
         state_out.shape[1], open_k.shape[1],
         heads=heads, repeat=heads // key_heads, key_dim=key_dim, value_dim=value_dim,
         PER_CHANNEL=g.dim() == 3, TILED=tiled,
-        BK=triton.next_power_of_2(key_dim), BV=max(block_v, 16), C=CHUNK, num_warps=4,
+        BK=triton.next_power_of_2(key_dim), BV=max(block_v, 16), C=CHUNK, num_warps=8,
     )  # fmt: skip
     keep_rows(k, open_k, open_index, row_offsets, start_positions)
     keep_rows(g, open_g, open_index, row_offsets, start_positions)
