@@ -85,7 +85,7 @@ class FakeText:
     chat_problem: str | None = None
     supports_tools = True
 
-    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special: bool = True, most: int | None = None) -> list[int]:
         return list(text.encode("utf-8"))
 
     def encode_chat(
@@ -93,6 +93,7 @@ class FakeText:
         messages: Sequence[dict[str, Any]],
         tools: Sequence[dict[str, Any]] | None,
         template_kwargs: dict[str, Any],
+        most: int | None = None,
     ) -> list[int]:
         if template_kwargs.get("fail"):
             raise RequestError("the template failed", param="messages", code="template_error")

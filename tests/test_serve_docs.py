@@ -21,6 +21,10 @@ def test_every_field_is_documented() -> None:
 def test_every_bound_is_documented() -> None:
     numbers = (
         limits.MAX_JSON_DEPTH,
+        limits.MAX_JSON_CONTAINERS,
+        limits.MAX_PARTS,
+        limits.MAX_TOKENIZE_CHARACTERS,
+        limits.MAX_DETOKENIZE,
         limits.MAX_PROMPTS,
         limits.MAX_N,
         limits.MAX_CHOICES,

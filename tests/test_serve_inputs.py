@@ -324,3 +324,52 @@ def test_the_engines_own_refusal_reaches_the_client(server: Harness) -> None:
     for stream in (False, True):
         error = refused(post(server, PLAIN, plain_body(prompt="refuse!", stream=stream)), "prompt")
         assert error["code"] == "refused"
+
+
+def test_parameters_are_named_as_the_client_wrote_them(server: Harness) -> None:
+    refused(post(server, PLAIN, plain_body(stop=[1])), "stop.0")
+    assert refused(post(server, PLAIN, plain_body(stop=5)), "stop")["param"] == "stop"
+    error = refused(post(server, CHAT, chat_body(tools=["x"])), "tools.0")
+    assert error["param"] == "tools.0" and "valid object" in error["message"], error
+    error = refused(post(server, CHAT, chat_body() | {"messages": [{"role": "user", "content": ["x"]}]}), "messages")
+    assert error["param"].startswith("messages.0.content"), error
+    assert refused(post(server, PLAIN, rb'{"prompt": "x", "\ud83d": 1}'), "?")["code"] == "invalid_unicode"
+
+
+@pytest.mark.parametrize("name", ["self", "continue_final_message", "add_generation_prompt"])
+def test_template_variables_cannot_take_the_place_of_arguments(server: Harness, name: str) -> None:
+    refused(post(server, CHAT, chat_body(chat_template_kwargs={name: True})), f"chat_template_kwargs.{name}")
+
+
+def test_numbers_that_no_machine_reads(server: Harness) -> None:
+    assert "digits" not in refused(post(server, PLAIN, '{"prompt": "x", "seed": ' + "9" * 5000 + "}"), None)["message"]
+    for arguments in ('{"a": ' + "9" * 5000 + "}", '{"a": NaN}', '{"a":' * 3000 + "1" + "}" * 3000):
+        error = refused(post(server, CHAT, chat_body() | {"messages": history(arguments)}), "messages.1.tool_calls")
+        assert "sys." not in error["message"] and "recursion" not in error["message"], error
+
+
+MILLION = 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "param"),
+    [
+        (PLAIN, '{"prompt": [' + "[]," * MILLION + "[]]}", "prompt"),
+        (CHAT, '{"messages": [{"role": "user", "content": [' + "{}," * MILLION + "{}]}]}", "messages"),
+        (CHAT, '{"messages": [{"role": "user", "content": [' + '"",' * MILLION + '""]}]}', "messages.0.content"),
+        (PLAIN, '{"prompt": "x", "stop_token_ids": [' + "0.5," * MILLION + "1]}", "stop_token_ids"),
+        (PLAIN, '{"prompt": "x", "zzz": [' + '{"a":1},' * MILLION + "1]}", "zzz"),
+    ],
+    ids=["lists", "parts", "texts", "numbers", "objects"],
+)
+def test_a_million_entries_are_refused_before_each_is_looked_at(
+    server: Harness, path: str, text: str, param: str
+) -> None:
+    assert len(refused(post(server, path, text), param)["message"]) < 400
+
+
+def test_what_tokenize_takes_is_bounded(server: Harness) -> None:
+    refused(post(server, "/tokenize", {"prompt": "x" * (2**20 + 1)}), "prompt")
+    body = {"messages": [{"role": "assistant", "content": "", "reasoning_content": "x" * (2**20 + 1)}]}
+    refused(post(server, "/tokenize", body), "messages")
+    assert post(server, "/tokenize", {"prompt": "x" * 2**20}).json()["count"] == 2**20

@@ -121,3 +121,12 @@ def test_thousands_of_stop_strings_cost_no_more_per_character() -> None:
     sent, stopped = matcher.push(text)
     assert not stopped and text == sent + matcher.flush()
     assert matcher.push("<stop 4999> tail") == ("", True)
+
+
+def test_the_choices_of_a_request_share_one_automaton() -> None:
+    stops = ["one", "two"]
+    first, second = StopMatcher.of(stops), StopMatcher.of(list(stops))
+    assert first._automaton is second._automaton
+    assert first.push("xon") == ("x", False)
+    assert second.push("two") == ("", True), "the state is each matcher's own"
+    assert first.push("e") == ("", True)

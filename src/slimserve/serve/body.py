@@ -60,8 +60,10 @@ def parse_object(body: bytes) -> dict[str, Any]:
         value = json.loads(text, parse_constant=_refuse_constant)
     except RequestError:
         raise
-    except (ValueError, RecursionError) as error:
+    except json.JSONDecodeError as error:
         raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits
+        raise RequestError("the body holds a number that cannot be read", code="invalid_json") from error
     if not isinstance(value, dict):
         raise RequestError("the body must be a JSON object", code="invalid_json")
     if _SURROGATE_ESCAPE.search(body):
@@ -74,12 +76,18 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _check_depth(text: str) -> None:
-    depth = 0
+    depth = containers = 0
     field: str | None = None
     for match in _TOKEN.finditer(text):
         token = match.group()
         if token in "[{":
             depth += 1
+            containers += 1
+            if containers > limits.MAX_JSON_CONTAINERS:
+                where = f"`{field}`" if field else "the body"
+                raise RequestError(
+                    f"{where} goes past {limits.MAX_JSON_CONTAINERS} arrays and objects", param=field, code="too_many"
+                )
             if depth > limits.MAX_JSON_DEPTH:
                 where = f"`{field}`" if field else "the body"
                 raise RequestError(
@@ -93,6 +101,8 @@ def _check_depth(text: str) -> None:
 
 def _check_characters(root: dict[str, Any]) -> None:
     """Refuse lone surrogates, which no tokenizer and no UTF-8 reply can carry."""
+    for name in root:
+        _check_string(name, name)
     pending: list[tuple[str, Any]] = list(root.items())
     while pending:
         path, value = pending.pop()

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from slimserve.errors import RequestError
-from slimserve.serve import admission, limits
+from slimserve.serve import admission
 from slimserve.serve.body import read_json
 from slimserve.serve.choice import ChoiceDelta
 from slimserve.serve.generation import Generation
@@ -96,8 +96,25 @@ def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
 
 
 def messages_size(messages: list[dict[str, Any]]) -> int:
-    """Characters of all contents: how much work rendering and tokenizing is."""
+    """Characters of all contents."""
     return sum(len(message.get("content", "")) for message in messages)
+
+
+def written_size(*values: Any) -> int:
+    """Characters of all strings and number of all values in them: how much work rendering and tokenizing is."""
+    size = 0
+    pending = list(values)
+    while pending:
+        value = pending.pop()
+        size += 1
+        if isinstance(value, str):
+            size += len(value)
+        elif isinstance(value, dict):
+            size += sum(map(len, value))
+            pending.extend(value.values())
+        elif isinstance(value, list):
+            pending.extend(value)
+    return size
 
 
 def template_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
@@ -143,7 +160,15 @@ def check_tool_choice(body: ChatBody) -> bool:
 
 def check_template_kwargs(kwargs: dict[str, Any] | None) -> dict[str, Any]:
     """Extra template variables; those that the server sets itself are refused."""
-    reserved = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
+    reserved = {
+        "self",
+        "messages",
+        "tools",
+        "add_generation_prompt",
+        "continue_final_message",
+        "bos_token",
+        "eos_token",
+    }
     for name in kwargs or {}:
         if name in reserved:
             param = f"chat_template_kwargs.{name}"
@@ -329,8 +354,9 @@ async def chat_completions(state: ServerState, request: Request, row: RequestRow
     place = state.enter(n)
     try:
         admission.check_characters(messages_size(messages), state.text, state.router.info, "messages")
-        size = messages_size(messages) + (limits.INLINE_BODY_BYTES if tools else 0)
-        prompt = await off_loop(size, state.text.encode_chat, messages, tools, kwargs)
+        size = written_size(messages, tools, kwargs)
+        most = state.router.info.max_request_tokens
+        prompt = await off_loop(size, state.text.encode_chat, messages, tools, kwargs, most)
         generation = _prepare(state, row, place, body, prompt, n)
         await generation.start()
     except BaseException:

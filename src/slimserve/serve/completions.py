@@ -69,7 +69,7 @@ def encode_prompts(
     for prompt in prompts:
         if isinstance(prompt, str):
             admission.check_characters(len(prompt), model, info, "prompt")
-            found.append(Prompt(model.encode(prompt), prompt))
+            found.append(Prompt(model.encode(prompt, most=info.max_request_tokens), prompt))
         else:
             found.append(Prompt(prompt, model.decode(prompt) if with_text else ""))
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -16,6 +18,19 @@ _TYPES = {
     503: "server_error",
 }
 _MAX_SHOWN = 80
+_TYPE_NAMES = re.compile(r"valid dictionary(?: or instance of \w+)?")
+
+
+def _places(loc: Sequence[int | str], value: Any, *, is_missing: bool) -> Iterator[str]:
+    """The steps of a path that lead into `value`; pydantic also puts the names of types into it."""
+    for number, part in enumerate(loc):
+        is_key = isinstance(value, dict) and part in value
+        is_place = isinstance(value, list) and isinstance(part, int) and part < len(value)
+        if is_key or is_place:
+            value = value[part]
+        elif not (is_missing and number == len(loc) - 1):
+            continue
+        yield str(part)
 
 
 def error_object(message: str, *, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -29,15 +44,18 @@ def from_request_error(error: RequestError) -> dict[str, Any]:
     return error_object(str(error), status=error.status, param=error.param, code=error.code or "invalid_value")
 
 
-def from_validation(error: ValidationError) -> RequestError:
-    """The first complaint of pydantic, named by its path."""
-    first = error.errors(include_url=False, include_context=False)[0]
-    path = ".".join(str(part) for part in first["loc"])
+def from_validation(error: ValidationError, value: dict[str, Any]) -> RequestError:
+    """The first complaint of pydantic about `value`, named by its path; of a field's several types, the nearest fit."""
+    found = error.errors(include_url=False, include_context=False)[:_MAX_SHOWN]
+    places = [tuple(_places(item["loc"], value, is_missing=item["type"] == "missing")) for item in found]
+    inside = [number for number, place in enumerate(places) if place[: len(places[0])] == places[0]]
+    nearest = max(inside, key=lambda number: len(places[number]))
+    first, path = found[nearest], ".".join(places[nearest])
     if first["type"] == "extra_forbidden":
         return RequestError(f"unknown field `{path}`", param=path, code="unknown_field")
     if first["type"] == "missing":
         return RequestError(f"`{path}` is required", param=path, code="missing_field")
-    message = f"`{path}`: {first['msg']}"
+    message = f"`{path}`: {_TYPE_NAMES.sub('valid object', first['msg'])}"
     shown = first.get("input")
     if isinstance(shown, (str, int, float, bool)):
         text = repr(shown)

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 MAX_JSON_DEPTH = 64
 """Nesting of arrays and objects in a body."""
 
+MAX_JSON_CONTAINERS = 100_000
+"""Arrays and objects in a body: each costs a hundred times the bytes that spell it."""
+
 MAX_PROMPTS = 256
 """Prompts of one completion request."""
 
@@ -18,6 +21,9 @@ MAX_CHOICES = 256
 
 MAX_MESSAGES = 4096
 """Messages of one chat request."""
+
+MAX_PARTS = 1024
+"""Parts of one message's content."""
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
@@ -49,8 +55,11 @@ MAX_METADATA = 16
 MAX_USER = 512
 MAX_TEMPLATE_KWARGS = 32
 
-MAX_TOKENIZE_CHARACTERS = 16 * 2**20
-"""Characters that /tokenize takes in one go."""
+MAX_TOKENIZE_CHARACTERS = 2**20
+"""Characters that /tokenize takes in one go, or eight per token of the context where that is more."""
+
+MAX_DETOKENIZE = 4 * 2**20
+"""Tokens that /detokenize takes in one go."""
 
 INLINE_BODY_BYTES = 64 * 2**10
 """Bodies up to this size are parsed on the event loop; larger ones in a worker thread."""

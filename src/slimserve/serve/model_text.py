@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from slimserve.errors import RequestError
 from slimserve.serve.detokenize import Detokenizer
 from slimserve.serve.parsers import (
     CallFormat,
@@ -29,6 +30,15 @@ from slimserve.weights.source import Container, Source
 from slimserve.weights.tokenizer import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf
 
 Form = TypeVar("Form")
+
+_WINDOW = 64 * 2**10
+"""Characters that are counted at a time where a text may be far too long."""
+
+_LONG_PROSE = 5
+"""Characters per token that prose rarely reaches: shorter texts are tokenized at once."""
+
+_CUT_TOKENS = 256
+"""More than the longest token has characters, so more than a cut can add."""
 
 _PROMPT_END = 16
 """Tokens at a prompt's end that may open the reasoning."""
@@ -75,8 +85,9 @@ class ModelText:
         """Whether the template shows tools to the model."""
         return self.template is not None and self.template.supports_tools
 
-    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special: bool = True, most: int | None = None) -> list[int]:
         """Token ids of a raw prompt."""
+        self._refuse_above(text, most, "prompt")
         if add_special:
             return self.tokenizer.encode_prompt(text)
         return self.tokenizer.encode(text, parse_special=True)
@@ -90,10 +101,32 @@ class ModelText:
         messages: Sequence[dict[str, Any]],
         tools: Sequence[dict[str, Any]] | None,
         template_kwargs: dict[str, Any],
+        most: int | None = None,
     ) -> list[int]:
         """Token ids of a rendered conversation."""
         assert self.template is not None, "chat_problem was not looked at"
-        return self.tokenizer.encode_prompt(self.template.render(messages, tools, **template_kwargs))
+        rendered = self.template.render(messages, tools, **template_kwargs)
+        self._refuse_above(rendered.text, most, "messages")
+        return self.tokenizer.encode_prompt(rendered)
+
+    def _refuse_above(self, text: str, most: int | None, param: str) -> None:
+        """Count a long text window by window before it is tokenized whole, which takes 500 bytes per token.
+
+        Cutting a text changes its tokens near the cuts only; each may add or save a few.
+        """
+        if most is None or len(text) <= max(_WINDOW, _LONG_PROSE * most):
+            return
+        count = 0
+        for number, start in enumerate(range(0, len(text), _WINDOW), start=1):
+            count += len(self.tokenizer.encode(text[start : start + _WINDOW], parse_special=True))
+            if count > most + _CUT_TOKENS * number:
+                seen = min(start + _WINDOW, len(text))
+                raise RequestError(
+                    f"the first {seen} of the prompt's {len(text)} characters alone have {count} tokens; this server "
+                    f"takes at most {most} tokens of prompt and reply together",
+                    param=param,
+                    code="context_length_exceeded",
+                )
 
     def decode(self, token_ids: Sequence[int], *, keep_control: bool = False) -> str:
         """Text of tokens."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from slimserve.errors import RequestError
 from slimserve.serve import limits
@@ -55,6 +56,17 @@ class StreamOptions(_Strict):
     include_obfuscation: Literal[False] | None = None
 
 
+def _at_most(count: int) -> BeforeValidator:
+    """A bound on a list or object that is checked before any of its entries, which may be millions."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > count:
+            raise PydanticCustomError("too_long", f"{len(value)} entries; at most {count} are taken")
+        return value
+
+    return BeforeValidator(check)
+
+
 ShortText = Annotated[str, Field(max_length=limits.MAX_USER)]
 TokenId = Annotated[int, Field(ge=0, le=limits.MAX_TOKENS)]
 Stop = Annotated[str, Field(min_length=1, max_length=limits.MAX_STOP_LENGTH)]
@@ -67,13 +79,13 @@ class GenerationFields(_Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=limits.MAX_N)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=limits.MAX_STOPS)] | None = None
+    stop: Stop | Annotated[list[Stop], _at_most(limits.MAX_STOPS)] | None = None
     seed: Annotated[int, Field(ge=limits.MIN_SEED, le=limits.MAX_SEED)] | None = None
     temperature: Annotated[float, Field(ge=0, le=limits.MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-limits.MAX_PENALTY, le=limits.MAX_PENALTY)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-limits.MAX_PENALTY, le=limits.MAX_PENALTY)] | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=limits.MAX_LOGIT_BIAS)] | None = None
+    logit_bias: Annotated[dict[str, float], _at_most(limits.MAX_LOGIT_BIAS)] | None = None
 
     # Extensions.
     top_k: Annotated[int, Field(ge=-1, le=limits.MAX_TOP_K)] | None = None
@@ -81,7 +93,7 @@ class GenerationFields(_Strict):
     repetition_penalty: Annotated[float, Field(gt=0, le=limits.MAX_REPETITION_PENALTY)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, le=limits.MAX_TOKENS)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=limits.MAX_STOP_TOKENS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], _at_most(limits.MAX_STOP_TOKENS)] | None = None
     return_token_ids: bool | None = None
     cache_salt: Annotated[str, Field(max_length=limits.MAX_CACHE_SALT)] | None = None
     priority: Annotated[int, Field(ge=-limits.MAX_PRIORITY, le=limits.MAX_PRIORITY)] | None = None
@@ -90,7 +102,7 @@ class GenerationFields(_Strict):
     user: ShortText | None = None
     safety_identifier: ShortText | None = None
     prompt_cache_key: ShortText | None = None
-    metadata: Annotated[dict[ShortText, ShortText], Field(max_length=limits.MAX_METADATA)] | None = None
+    metadata: Annotated[dict[ShortText, ShortText], _at_most(limits.MAX_METADATA)] | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
 
@@ -132,14 +144,14 @@ class Message(_Strict):
     """One message. `reasoning` is read as another name of `reasoning_content`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], _at_most(limits.MAX_PARTS)] | None = None
     name: ShortText | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=limits.MAX_TOOL_CALLS)] | None = None
+    tool_calls: Annotated[list[ToolCall], _at_most(limits.MAX_TOOL_CALLS)] | None = None
     tool_call_id: ShortText | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    annotations: Annotated[list[Any], _at_most(0)] | None = None
     audio: None = None
     function_call: None = None
 
@@ -170,35 +182,35 @@ class ResponseFormat(BaseModel):
 class ChatBody(GenerationFields):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=limits.MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1), _at_most(limits.MAX_MESSAGES)]
     max_tokens: Annotated[int, Field(ge=1, le=limits.MAX_TOKENS)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=limits.MAX_TOKENS)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=limits.MAX_TOP_LOGPROBS)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=limits.MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], _at_most(limits.MAX_TOOLS)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
-    modalities: list[Literal["text"]] | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=limits.MAX_TEMPLATE_KWARGS)] | None = None
+    modalities: Annotated[list[Literal["text"]], _at_most(8)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], _at_most(limits.MAX_TEMPLATE_KWARGS)] | None = None
 
 
 class TokenizeBody(_Strict):
     """Body of /tokenize: either `prompt` or `messages` (with `tools`)."""
 
     model: Annotated[str, Field(max_length=1024)] | None = None
-    prompt: Annotated[str, Field(max_length=limits.MAX_TOKENIZE_CHARACTERS)] | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=limits.MAX_MESSAGES)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=limits.MAX_TOOLS)] | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1), _at_most(limits.MAX_MESSAGES)] | None = None
+    tools: Annotated[list[Tool], _at_most(limits.MAX_TOOLS)] | None = None
     add_special_tokens: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=limits.MAX_TEMPLATE_KWARGS)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], _at_most(limits.MAX_TEMPLATE_KWARGS)] | None = None
 
 
 class DetokenizeBody(_Strict):
     """Body of /detokenize."""
 
     model: Annotated[str, Field(max_length=1024)] | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=limits.MAX_TOKENIZE_CHARACTERS)]
+    tokens: Annotated[list[TokenId], _at_most(limits.MAX_DETOKENIZE)]
 
 
 def parse_body(kind: type[Body], value: dict[str, Any]) -> Body:
@@ -210,6 +222,6 @@ def parse_body(kind: type[Body], value: dict[str, Any]) -> Body:
     try:
         return kind.model_validate(known)
     except ValidationError as error:
-        raise from_validation(error) from error
+        raise from_validation(error, known) from error
     except RecursionError as error:
         raise RequestError("the body is nested too deeply", code="too_deep") from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 
 
 class StopAutomaton:
@@ -61,6 +62,12 @@ class StopAutomaton:
         return len(self._next) == 1
 
 
+@lru_cache(maxsize=4)
+def _automaton(stops: tuple[str, ...]) -> StopAutomaton:
+    """The automaton of a request; 256 choices with the longest lists would need four million states otherwise."""
+    return StopAutomaton(stops)
+
+
 class StopMatcher:
     """One choice's text. The first stop string to become complete ends it (of several at one place, the longest)."""
 
@@ -73,7 +80,7 @@ class StopMatcher:
     @classmethod
     def of(cls, stops: Sequence[str]) -> StopMatcher:
         """A matcher of its own for `stops`; empty strings are not stop strings."""
-        return cls(StopAutomaton(stops))
+        return cls(_automaton(tuple(stops)))
 
     def push(self, text: str) -> tuple[str, bool]:
         """(text that may be sent, whether a stop string was met); after a match everything is dropped."""

@@ -90,8 +90,11 @@ class TextModel(Protocol):
         """Whether the template shows tools to the model."""
         ...
 
-    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Token ids of a raw prompt; control tokens written in it are read, because its writer writes all of it."""
+    def encode(self, text: str, *, add_special: bool = True, most: int | None = None) -> list[int]:
+        """Token ids of a raw prompt; control tokens written in it are read, because its writer writes all of it.
+
+        `most`: raise RequestError, without tokenizing all of it, for a text that has clearly more tokens.
+        """
         ...
 
     def least_tokens(self, num_characters: int) -> int:
@@ -103,8 +106,12 @@ class TextModel(Protocol):
         messages: Sequence[dict[str, Any]],
         tools: Sequence[dict[str, Any]] | None,
         template_kwargs: dict[str, Any],
+        most: int | None = None,
     ) -> list[int]:
-        """Token ids of a rendered conversation that ends where the assistant speaks; RequestError if it fails."""
+        """Token ids of a rendered conversation that ends where the assistant speaks; RequestError if it fails.
+
+        `most`: see encode.
+        """
         ...
 
     def decode(self, token_ids: Sequence[int], *, keep_control: bool = False) -> str:

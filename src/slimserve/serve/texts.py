@@ -6,31 +6,43 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from slimserve.errors import RequestError
-from slimserve.serve import admission
+from slimserve.serve import admission, limits
 from slimserve.serve.body import read_json
-from slimserve.serve.chat import check_template_kwargs, messages_size, template_messages, template_tools
+from slimserve.serve.chat import check_template_kwargs, template_messages, template_tools, written_size
 from slimserve.serve.log import RequestRow
 from slimserve.serve.protocol import DetokenizeBody, TokenizeBody, parse_body
 from slimserve.serve.state import ServerState
 from slimserve.serve.stream import json_response
 from slimserve.serve.threads import off_loop
 
+_CHARACTERS_PER_TOKEN = 8
+
+
+def _check_size(size: int, most: int, param: str) -> None:
+    if size > most:
+        raise RequestError(
+            f"`{param}` has {size} characters; at most {most} are tokenized at once", param=param, code="too_long"
+        )
+
 
 async def tokenize(state: ServerState, request: Request, row: RequestRow) -> Response:
     """Token ids of a text or of a rendered conversation."""
     body = parse_body(TokenizeBody, await read_json(request, state.limits.max_body_bytes))
     state.check_model(body.model)
+    most = max(limits.MAX_TOKENIZE_CHARACTERS, _CHARACTERS_PER_TOKEN * state.router.info.max_request_tokens)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either `prompt` or `messages`", param="prompt", code="invalid_value")
     if body.messages is not None:
         if state.text.chat_problem is not None:
             raise RequestError(f"this model cannot chat: {state.text.chat_problem}", param="messages", code="no_chat")
         messages = template_messages(body.messages)
-        size = messages_size(messages)
-        kwargs = check_template_kwargs(body.chat_template_kwargs)
-        tokens = await off_loop(size, state.text.encode_chat, messages, template_tools(body.tools), kwargs)
+        tools, kwargs = template_tools(body.tools), check_template_kwargs(body.chat_template_kwargs)
+        size = written_size(messages, tools, kwargs)
+        _check_size(size, most, "messages")
+        tokens = await off_loop(size, state.text.encode_chat, messages, tools, kwargs)
     else:
         prompt = body.prompt or ""
+        _check_size(len(prompt), most, "prompt")
         add_special = body.add_special_tokens is not False
         tokens = await off_loop(len(prompt), state.text.encode, prompt, add_special=add_special)
     row.num_prompt_tokens = len(tokens)

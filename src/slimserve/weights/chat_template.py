@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jinja2
 import jinja2.meta
@@ -257,6 +257,10 @@ def _cut_at(text: str, end: str) -> str:
     return text[:place] if text[place + len(end) :].startswith(" ") else text[:place].rstrip()
 
 
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number")
+
+
 def parse_arguments(value: Any, path: str) -> dict[str, Any]:
     """A call's arguments as an object, from JSON text or as given; null and empty text mean none.
 
@@ -264,9 +268,15 @@ def parse_arguments(value: Any, path: str) -> dict[str, Any]:
     """
     if isinstance(value, str) and value.strip():
         try:
-            value = json.loads(clean_text(value))
-        except (ValueError, RecursionError) as error:
+            value = json.loads(clean_text(value), parse_constant=_refuse_constant)
+        except json.JSONDecodeError as error:
             raise RequestError(f"`{path}` is not valid JSON: {error}", param=path, code="invalid_arguments") from error
+        except RecursionError as error:
+            raise RequestError(f"`{path}` is nested too deeply", param=path, code="invalid_arguments") from error
+        except ValueError as error:  # a number of thousands of digits, or NaN
+            raise RequestError(
+                f"`{path}` holds a number that cannot be read", param=path, code="invalid_arguments"
+            ) from error
     if value is None or value == "":
         return {}
     if isinstance(value, str) and not value.strip():

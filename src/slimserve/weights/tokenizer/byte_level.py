@@ -8,6 +8,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from slimserve.errors import FormatError
 from slimserve.weights.tokenizer.base import Tokenizer
 from slimserve.weights.tokenizer.pretokenizers import PreTokenizer
+from slimserve.weights.tokenizer.text import encode_plain
 from slimserve.weights.tokenizer.vocabulary import SpecialIds, TokenKind, Vocabulary
 
 
@@ -79,7 +80,7 @@ class ByteLevelTokenizer(Tokenizer):
         self._merger.pre_tokenizer = splitter(rule)
 
     def _encode_fragment(self, text: str, *, boundary: bool, start: bool) -> list[int]:
-        return self._merger.encode(text, add_special_tokens=False).ids
+        return encode_plain(self._merger, text)
 
     def _decode_token(self, token_id: int) -> bytes:
         text = self.vocabulary.texts[token_id]

@@ -12,9 +12,11 @@ from typing import Any
 from tokenizers import Tokenizer as RustTokenizer
 
 from slimserve.errors import FormatError, RefusalError, UsageError
+from slimserve.weights.mapped import describe_foreign
 from slimserve.weights.tokenizer.base import Tokenizer
 from slimserve.weights.tokenizer.byte_level import byte_level_bytes, byte_token_value
 from slimserve.weights.tokenizer.matcher import StripRules
+from slimserve.weights.tokenizer.text import encode_plain
 from slimserve.weights.tokenizer.vocabulary import SpecialIds, TokenKind, Vocabulary, end_token_ids
 
 _SPACE = "▁"
@@ -28,10 +30,17 @@ def read_json(path: Path, limit: int = _MAX_SMALL_JSON_BYTES) -> Any:
     try:
         if path.stat().st_size > limit:
             raise FormatError(f"{path}: {path.stat().st_size:,} bytes is too long for this file (limit {limit:,})")
-        return json.loads(path.read_text(encoding="utf-8"))
+        raw = path.read_bytes()
+        if raw.startswith(b"version https://git-lfs"):
+            raise FormatError(f"{path} is {describe_foreign(raw[:64])}")
+        return json.loads(raw.decode("utf-8"))
     except FileNotFoundError:
         return {}
-    except (ValueError, RecursionError) as error:
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{path}: not a JSON file (not UTF-8 at byte {error.start})") from error
+    except RecursionError as error:
+        raise FormatError(f"{path}: not a JSON file (nested too deeply)") from error
+    except ValueError as error:
         raise FormatError(f"{path}: not a JSON file ({error})") from error
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
@@ -178,7 +187,7 @@ class JsonTokenizer(Tokenizer):
 
     def _encode_fragment(self, text: str, *, boundary: bool, start: bool) -> list[int]:
         rust = self._rust if start else self._inner
-        return rust.encode(text, add_special_tokens=False).ids
+        return encode_plain(rust, text)
 
     def _decode_token(self, token_id: int) -> bytes:
         text = self.vocabulary.texts[token_id]

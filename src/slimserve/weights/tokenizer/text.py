@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import re
 
+from tokenizers import Tokenizer as RustTokenizer
+
+_LONG = 4096
+
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -14,3 +18,10 @@ def clean_text(text: str | bytes) -> str:
     if _SURROGATE.search(text) is None:
         return text
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def encode_plain(rust: RustTokenizer, text: str) -> list[int]:
+    """Ids of a text without special tokens; a long one leaves the interpreter to other threads meanwhile."""
+    if len(text) < _LONG:
+        return rust.encode(text, add_special_tokens=False).ids
+    return rust.encode_batch_fast([text], add_special_tokens=False)[0].ids
