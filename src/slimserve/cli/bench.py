@@ -1,4 +1,4 @@
-"""`slimserve bench exact | sustained | floor`: figures that can be reproduced, against any OpenAI server."""
+"""`slimserve bench exact | sustained | floor | speculate`: figures that can be reproduced."""
 
 from __future__ import annotations
 
@@ -135,3 +135,39 @@ def floor(
         source = f"copy on {device}, {measured.lowest / 1e9:.0f} to {measured.highest / 1e9:.0f} GB/s"
     report = floor_report(resolved, numbers(concurrency, "concurrency"), context, rate, source)
     finish(report, floor_lines(report), as_json, out)
+
+
+@group.command("speculate")
+def speculate(
+    profile: Annotated[str | None, typer.Argument(help="A profile of `slimserve list`.")] = None,
+    model: Annotated[str | None, typer.Option("--model", metavar="PATH", help="A file or folder instead.")] = None,
+    drafter: Annotated[str, typer.Option("--drafter", help="lookup, nextn, dflash2 or model.")] = "lookup",
+    draft_model: Annotated[
+        str | None, typer.Option("--draft-model", metavar="PATH", help="The drafter's own files.")
+    ] = None,
+    drafts: Annotated[int | None, typer.Option("--drafts", min=1, max=15, help="Most drafted tokens a step.")] = None,
+    tasks: Annotated[str, typer.Option("--tasks", help="Of edit, text, code.")] = "edit,text,code",
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Longest reply.")] = 600,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Timed rounds after the warm-up.")] = 3,
+    streams: Annotated[int, typer.Option("--streams", min=1, help="Requests at once.")] = 1,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0)] = 0.0,
+    always: Annotated[bool, typer.Option("--always", help="Never let the control switch drafting off.")] = False,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
+    as_json: AsJson = False,
+    out: Out = None,
+) -> None:
+    """The same replies with and without drafting, in turns: acceptance, tokens and steps per second, same text."""
+    from dataclasses import replace
+
+    from slimserve.cli.opening import EngineFlags
+    from slimserve.measure.speculate import SpeculateShape, measure_speculation, speculate_lines
+    from slimserve.profiles.planning import admit
+    from slimserve.profiles.resolve import resolve
+
+    flags = EngineFlags(max_seqs=streams, ctx=2048 + tokens, drafter=drafter, draft_model=draft_model, drafts=drafts)
+    shape = SpeculateShape(tuple(tasks.split(",")), tokens, rounds, streams, temperature=temperature)
+    resolved = resolve(profile, model=model, flags=flags.settings(), device=None if device == "auto" else device)
+    config, _ = admit(resolved)
+    speculation = replace(flags.speculation(config.speculation), measured=not always)
+    report = measure_speculation(str(resolved.model_path()), replace(config, speculation=speculation), shape, say)
+    finish(report, speculate_lines(report), as_json, out)

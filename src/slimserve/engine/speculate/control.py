@@ -9,9 +9,13 @@ _SMOOTHING = 0.1
 """Weight of a new step in the running means."""
 
 _LEAST_STEPS = 4
-"""Steps of each kind before a bucket is judged."""
+"""Steps of each kind before a bucket is judged, and of a probe."""
 
+_SURE_STEPS = 12
 _GIVE_UP_BELOW = 1.0
+_GIVE_UP_EARLY_BELOW = 0.85
+"""Gain below which drafting ends: after _SURE_STEPS drafting steps, and before (a few steps may have been unlucky)."""
+
 _TRY_AGAIN_ABOVE = 1.05
 _CHANGE_ABOVE = 1.04
 """How much better another draft length must look, or prove, before it replaces the present one."""
@@ -20,9 +24,9 @@ _REVIEW_EVERY = 16
 """Drafting steps between looks at the draft length."""
 
 _PROBE_EVERY = 64
-"""Steps between probes of a bucket that is switched off (a probe at twice the cost of a plain step takes 1.6 % of the
-time; dearer ones come as much more rarely), and between plain steps of one that is switched on (the yardstick moves
-with context and company)."""
+"""Plain steps per drafting step of a probe, in a bucket that is switched off (at twice the cost of a plain step they
+take 1.6 % of the time; dearer ones come as much more rarely); drafting steps between plain ones in one that is
+switched on (the yardstick moves with context and company)."""
 
 _FRESH_STEPS = 512
 """Drafting steps after which what was measured at another draft length counts as forgotten: texts change."""
@@ -59,7 +63,8 @@ class _Bucket:
     on: bool = True
     asked: int = 0
     since_other: int = 0
-    probe_after: float = _PROBE_EVERY
+    probe_after: float = _PROBE_EVERY * _LEAST_STEPS
+    probing: int = 0
     since_review: int = 0
     debt: float = 0.0
     clock: int = 0
@@ -147,8 +152,14 @@ class SpeculationControl:
         if bucket.plain.steps < _LEAST_STEPS:
             return 0  # the plain step is the yardstick: measure it first
         bucket.since_other += 1
-        probe = bucket.since_other >= (_PROBE_EVERY if bucket.on else bucket.probe_after)
-        if bucket.on != probe:
+        if bucket.on:
+            drafts = bucket.since_other < _PROBE_EVERY
+        else:
+            if not bucket.probing and bucket.since_other >= bucket.probe_after:
+                bucket.probing = _LEAST_STEPS
+                bucket.drafted.pop(bucket.length, None)  # what was measured long ago does not count
+            drafts = bucket.probing > 0
+        if drafts:
             bucket.asked = min(limit, bucket.length)
         return bucket.asked
 
@@ -170,6 +181,7 @@ class SpeculationControl:
         bucket.debt += preparation
         if drafted != bucket.on:
             bucket.since_other = 0
+        bucket.probing = max(0, bucket.probing - 1)
         if not drafted:
             bucket.plain.add(seconds)
             return
@@ -184,12 +196,14 @@ class SpeculationControl:
         bucket.note_acceptance(held)
         if bucket.plain.seconds > 0:
             lost = (seconds + bucket.debt) / bucket.plain.seconds - tokens
-            bucket.probe_after = _PROBE_EVERY * max(1.0, lost)
+            bucket.probe_after = _PROBE_EVERY * _LEAST_STEPS * max(1.0, lost)
         self._switch(bucket)
         self._review(bucket, self.limit(num_rows))
 
     def _switch(self, bucket: _Bucket) -> None:
-        if bucket.on and bucket.gain < _GIVE_UP_BELOW:
+        known = bucket.drafted.get(bucket.length)
+        sure = known is not None and known.steps >= _SURE_STEPS
+        if bucket.on and bucket.gain < (_GIVE_UP_BELOW if sure else _GIVE_UP_EARLY_BELOW):
             bucket.since_review = _REVIEW_EVERY  # a shorter draft may still pay
             if not self._best_other(bucket, range(1, bucket.length), _GIVE_UP_BELOW):
                 bucket.on = False
