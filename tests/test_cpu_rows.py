@@ -8,10 +8,12 @@ import pytest
 import torch
 from test_cpu_linear import random_packed
 
-from slimserve.ops import NumericsConfig
+from slimserve import ops
+from slimserve.ops import NumericsConfig, Op
 from slimserve.ops.cpu import library, rows, weights
 from slimserve.ops.cpu.build import find_compiler
 from slimserve.ops.reference import activation, attention, linear, norms, rotary
+from slimserve.ops.registry import find
 
 if find_compiler() is None:
     pytest.skip("no C++ compiler: the CPU kernels cannot be built", allow_module_level=True)
@@ -201,3 +203,46 @@ def test_embedding(name: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         want = linear.embedding(ids, packed, dtype)
         close(rows.embedding(ids, packed, dtype), want, 0.0 if dtype is torch.float32 and name != "E2M1_G16" else 1e-2)
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16, torch.float8_e4m3fn])
+def test_heads_placed_in_one_call_have_the_bits_of_the_single_calls(
+    norms: bool, rotated: bool, kv_dtype: torch.dtype
+) -> None:
+    tokens, num_heads, kv_heads, dim = 37, 6, 2, 80
+    heads = draw(tokens, num_heads + 2 * kv_heads, dim)
+    q_norm, k_norm = (draw(dim, seed=1), draw(dim, seed=2)) if norms else (None, None)
+    slots, positions = torch.randperm(4 * 64)[:tokens], torch.arange(tokens) + 1000
+    inv_freq = 1.0 / 10000 ** (torch.arange(0, 64, 2).float() / 64) if rotated else None
+    got_pages = [torch.zeros(4, kv_heads, 64, dim).to(kv_dtype) for _ in range(2)]
+    want_pages = [torch.zeros(4, kv_heads, 64, dim).to(kv_dtype) for _ in range(2)]
+    assert find(Op.PLACE_HEADS, heads.device, heads.dtype, kv_dtype) is not None
+    got = ops.place_heads(
+        heads.clone(), num_heads, *got_pages, slots, positions, q_norm=q_norm, k_norm=k_norm, eps=1e-6,
+        inv_freq=inv_freq, rotary_dim=64,
+    )  # fmt: skip
+    q, k, v = heads[:, :num_heads], heads[:, num_heads : num_heads + kv_heads], heads[:, num_heads + kv_heads :]
+    if q_norm is not None and k_norm is not None:
+        q, k = rows.rms_norm(q, q_norm, 1e-6), rows.rms_norm(k, k_norm, 1e-6)
+    for part in (q, k):
+        if inv_freq is not None:
+            rows.rope(part, positions, inv_freq, rotary_dim=64)
+    rows.write_pages(k, want_pages[0], slots)
+    rows.write_pages(v, want_pages[1], slots)
+    assert torch.equal(got, q)
+    for one, other in zip(got_pages, want_pages, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize(("gelu", "limit"), [(False, None), (False, 1.5), (True, None)])
+def test_gated_feed_forward_in_one_call_has_the_bits_of_the_single_calls(gelu: bool, limit: float | None) -> None:
+    gate_up = ops.prepare_linear([random_packed("Q5_0", 512, 256, seed=1), random_packed("Q4_0", 512, 256, seed=2)])
+    down = ops.prepare_linear([random_packed("Q6_K", 96, 512, seed=3)], [torch.randn(96)])
+    x = draw(300, 256)
+    both = ops.linear(x, gate_up)
+    want = ops.linear(ops.gelu_tanh_mul(both) if gelu else ops.silu_mul(both, limit), down)
+    got = ops.gated_mlp(x, gate_up, down, gelu=gelu, limit=limit)
+    assert torch.equal(got, want)
+    assert torch.equal(ops.gated_mlp(x[299:], gate_up, down, gelu=gelu, limit=limit), want[299:])

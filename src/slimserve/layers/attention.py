@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -47,27 +48,29 @@ class Attention:
         self.rotary = rotary
         self.q_norm = q_norm
         self.k_norm = k_norm
+        if q_norm is not None and k_norm is not None and q_norm.eps != k_norm.eps:
+            raise ValueError(f"query and key norms differ in epsilon: {q_norm.eps} and {k_norm.eps}")
+        norm = q_norm or k_norm
+        self.placing: dict[str, Any] = {
+            "q_norm": None if q_norm is None else q_norm.weight,
+            "k_norm": None if k_norm is None else k_norm.weight,
+            "eps": 1e-6 if norm is None else norm.eps,
+        }
+        if rotary is not None:
+            self.placing |= {
+                "inv_freq": rotary.inv_freq,
+                "rotary_dim": rotary.rotary_dim,
+                "interleaved": rotary.interleaved,
+                "scale": rotary.scale,
+            }
 
     def __call__(self, x: torch.Tensor, step: StepInput, cache: AttentionStorage) -> torch.Tensor:
         """x [T, H] -> [T, H]; writes this step's keys and values, then attends over all of them."""
         shape = self.shape
         num_tokens = x.shape[0]
         heads = ops.linear(x, self.qkv).view(num_tokens, -1, shape.head_dim)  # [T, Hq + 2 Hkv, D]
-        keys_end = shape.num_heads + shape.num_kv_heads
-        q, k = heads[:, : shape.num_heads], heads[:, shape.num_heads : keys_end]
-        v = heads[:, keys_end:]
-        if self.q_norm is not None:
-            q = self.q_norm(q)
-        if self.k_norm is not None:
-            k = self.k_norm(k)
-        if self.rotary is not None and self.q_norm is None and self.k_norm is None:
-            self.rotary(heads[:, :keys_end], step.positions)  # q and k are views of it: one call turns both
-        elif self.rotary is not None:
-            self.rotary(q, step.positions)
-            self.rotary(k, step.positions)
         group = step.groups[cache.group]
-        ops.write_pages(k, cache.k, group.slots)
-        ops.write_pages(v, cache.v, group.slots)
+        q = ops.place_heads(heads, shape.num_heads, cache.k, cache.v, group.slots, step.positions, **self.placing)
         out = ops.paged_attention(
             q,
             cache.k,

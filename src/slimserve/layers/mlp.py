@@ -32,9 +32,5 @@ class GatedMLP:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, H] -> [T, H]."""
-        gate_up = ops.linear(x, self.gate_up)  # [T, 2F]
-        if self.activation is Activation.SILU:
-            hidden = ops.silu_mul(gate_up, self.limit)  # [T, F]
-        else:
-            hidden = ops.gelu_tanh_mul(gate_up)  # [T, F]
-        return ops.linear(hidden, self.down)
+        gelu = self.activation is Activation.GELU_TANH
+        return ops.gated_mlp(x, self.gate_up, self.down, gelu=gelu, limit=self.limit)

@@ -6,6 +6,7 @@ from slimserve.ops.elementwise import (
     gelu_tanh_mul,
     layer_norm,
     paged_attention,
+    place_heads,
     rms_norm,
     rope,
     silu_mul,
@@ -26,7 +27,7 @@ from slimserve.ops.hybrid import (
     update_pools,
     write_latents,
 )
-from slimserve.ops.linear import expert_linear, linear, prepare_experts, prepare_linear, prepare_table
+from slimserve.ops.linear import expert_linear, gated_mlp, linear, prepare_experts, prepare_linear, prepare_table
 from slimserve.ops.numerics import Activations, NumericsConfig
 from slimserve.ops.resolver import Case, Choice, KernelEntry, KernelRow, Op
 from slimserve.ops.weights import ExpertWeights, LinearWeight, PreparedExperts, PreparedLinear
@@ -51,6 +52,7 @@ __all__ = [
     "explain",
     "gate_multiply",
     "gated_delta_rule",
+    "gated_mlp",
     "gelu_tanh_mul",
     "head_linear",
     "hyper_post",
@@ -60,6 +62,7 @@ __all__ = [
     "linear",
     "log_decay",
     "paged_attention",
+    "place_heads",
     "prepare_experts",
     "prepare_head_linear",
     "prepare_linear",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slimserve.ops.registry import pick
+from slimserve.ops.registry import find, pick
 from slimserve.ops.resolver import Op
 from slimserve.ops.weights import LinearWeight
 from slimserve.quant.tensor import PackedTensor
@@ -83,6 +83,51 @@ def write_pages(values: torch.Tensor, storage: torch.Tensor, slots: torch.Tensor
     float8_e4m3fn storage clamps to +-448 first. values may be a strided view with a contiguous last dimension.
     """
     pick(Op.WRITE_PAGES, values.device, values.dtype, storage.dtype).entry.implementation(values, storage, slots)
+
+
+def place_heads(
+    heads: torch.Tensor,
+    num_heads: int,
+    k_storage: torch.Tensor,
+    v_storage: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    inv_freq: torch.Tensor | None = None,
+    rotary_dim: int = 0,
+    interleaved: bool = False,
+    scale: float = 1.0,
+) -> torch.Tensor:
+    """What stands between the projections and attention: norms of heads, rotation, keys and values into their pages.
+
+    heads [T, Hq + 2 Hkv, D] holds query, key and value heads and may be changed in place; q_norm and k_norm [D] or
+    None; inv_freq None = no rotation. Returns the queries [T, Hq, D]. The steps and bits are those of `rms_norm`,
+    `rope` and `write_pages`; where a kernel does them in one call, that call serves.
+    """
+    entry = find(Op.PLACE_HEADS, heads.device, heads.dtype, k_storage.dtype)
+    if entry is not None:
+        q: torch.Tensor = entry.implementation(
+            heads, num_heads, k_storage, v_storage, slots, positions, q_norm=q_norm, k_norm=k_norm, eps=eps,
+            inv_freq=inv_freq, rotary_dim=rotary_dim, interleaved=interleaved, scale=scale,
+        )  # fmt: skip
+        return q
+    keys_end = num_heads + k_storage.shape[1]
+    q, k, v = heads[:, :num_heads], heads[:, num_heads:keys_end], heads[:, keys_end:]
+    if q_norm is not None:
+        q = rms_norm(q, q_norm, eps)
+    if k_norm is not None:
+        k = rms_norm(k, k_norm, eps)
+    if inv_freq is not None:
+        # q and k are views of heads where no norm copied them: one call turns both
+        together = q_norm is None and k_norm is None
+        for part in (heads[:, :keys_end],) if together else (q, k):
+            rope(part, positions, inv_freq, rotary_dim=rotary_dim, interleaved=interleaved, scale=scale)
+    write_pages(k, k_storage, slots)
+    write_pages(v, v_storage, slots)
+    return q
 
 
 def paged_attention(

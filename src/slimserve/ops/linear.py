@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from slimserve.ops.elementwise import gelu_tanh_mul, silu_mul
 from slimserve.ops.numerics import NumericsConfig
 from slimserve.ops.registry import architecture, entries
 from slimserve.ops.resolver import Case, Op, resolve
@@ -119,6 +120,24 @@ def prepare_table(
             return weight
     scales = {name: scale.to(target) for name, scale in packed.scales.items()}
     return replace(packed, data=packed.data.to(target), scales=scales)
+
+
+def gated_mlp(
+    x: torch.Tensor, gate_up: LinearWeight, down: LinearWeight, *, gelu: bool = False, limit: float | None = None
+) -> torch.Tensor:
+    """down(act(gate) * up) for x [T, K]: [T, N] of x's dtype; gate_up stacks gate over up, `limit` as in `silu_mul`.
+
+    act is SiLU, or GELU in its tanh form. One call where the kernels of both weights offer it.
+    """
+    gated = getattr(gate_up.fused, "gated", None)
+    if gated is not None and down.fused is not None and type(down.fused) is type(gate_up.fused):
+        if x.dim() != 2 or x.shape[1] != gate_up.in_features or gate_up.out_features != 2 * down.in_features:
+            raise ValueError(f"gated_mlp: x {tuple(x.shape)} does not fit {gate_up.in_features} inputs")
+        kind = 2 if gelu else 0 if limit is None else 1
+        result: torch.Tensor = gated(x.contiguous(), down.fused, kind, limit or 0.0)
+        return result
+    both = linear(x, gate_up)  # [T, 2F]
+    return linear(gelu_tanh_mul(both) if gelu else silu_mul(both, limit), down)
 
 
 def _empty(x: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:

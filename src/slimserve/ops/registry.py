@@ -31,6 +31,7 @@ def references_only() -> Iterator[None]:
 def _forget() -> None:
     entries.cache_clear()
     pick.cache_clear()
+    find.cache_clear()
 
 
 @functools.cache
@@ -63,3 +64,13 @@ def pick(op: Op, device: torch.device, dtype: torch.dtype | None = None, kv_dtyp
     """The kernel of an operation without a prepared weight; resolved once per device and dtypes."""
     case = Case(op, device, architecture(device), dtype=dtype, kv_dtype=kv_dtype)
     return resolve(case, entries(device.type))
+
+
+@functools.cache
+def find(
+    op: Op, device: torch.device, dtype: torch.dtype | None = None, kv_dtype: torch.dtype | None = None
+) -> KernelEntry | None:
+    """The kernel that serves several operations in one call, or None where they are called one by one."""
+    case = Case(op, device, architecture(device), dtype=dtype, kv_dtype=kv_dtype)
+    serving = (entry for entry in entries(device.type) if entry.op is op and entry.refuses(case) is None)
+    return next(serving, None)

@@ -31,6 +31,7 @@ class Op(Enum):
     GELU_TANH_MUL = "gelu_tanh_mul"
     ROPE = "rope"
     WRITE_PAGES = "write_pages"
+    PLACE_HEADS = "place_heads"
     PAGED_ATTENTION = "paged_attention"
     GATE_MULTIPLY = "gate_multiply"
     LOG_DECAY = "log_decay"

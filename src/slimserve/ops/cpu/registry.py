@@ -24,6 +24,10 @@ def _refuses_dtype(case: Case) -> str | None:
     return None
 
 
+def _refuses_narrow(case: Case) -> str | None:
+    return _refuses_dtype(case) or (None if case.dtype is torch.float32 else "float32 only")
+
+
 def _refuses_weight(case: Case) -> str | None:
     if case.dtype is not None and case.dtype not in _DTYPES:
         return f"no {case.dtype} rows"
@@ -67,4 +71,5 @@ def entries() -> tuple[KernelEntry, ...]:
         KernelEntry(Op.EXPERTS, f"{suffix} panels", _refuses_weight, weights.CpuExperts),
     ]
     found += [KernelEntry(op, suffix, _refuses_dtype, run) for op, run in row_operations.items()]
+    found.append(KernelEntry(Op.PLACE_HEADS, suffix, _refuses_narrow, rows.place_heads))
     return tuple(found)

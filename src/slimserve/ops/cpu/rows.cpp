@@ -125,10 +125,66 @@ INLINE uint8_t float_to_e4m3(float x) {
   return (uint8_t)(sign | ((bits >> 20) - (120 << 3)));
 }
 
+// Cosines and sines of one token: [half] each, the second `half + L` floats after the first.
+const float* angles(int64_t position, const float* inv_freq, int64_t half, float scale) {
+  float* cosine = (float*)scratch(ROW_A, (size_t)(2 * (half + L)) * 4);
+  float* sine = cosine + half + L;
+  const F at = f_set((float)position), factor = f_set(scale);
+  for (int64_t i = 0; i < half; i += L) {
+    const F f = half - i >= L ? f_load(inv_freq + i) : f_load_n(inv_freq + i, (int)(half - i));
+    F s, c;
+    f_sincos(f_mul(at, f), s, c);
+    f_store(cosine + i, f_mul(c, factor));
+    f_store(sine + i, f_mul(s, factor));
+  }
+  return cosine;
+}
+
+void rotate_head(void* p, int type, const float* cosine, int64_t half, bool interleaved) {
+  const float* sine = cosine + half + L;
+  if (type == TYPE_F32 && !interleaved) {
+    float *a = (float*)p, *b = a + half;
+    for (int64_t i = 0; i < half; i += L) {
+      const int n = (int)(half - i < L ? half - i : L);
+      const F c = f_load(cosine + i), s = f_load(sine + i);
+      const F u = n == L ? f_load(a + i) : f_load_n(a + i, n), v = n == L ? f_load(b + i) : f_load_n(b + i, n);
+      const F first = f_sub(f_mul(u, c), f_mul(v, s)), second = f_add(f_mul(v, c), f_mul(u, s));
+      f_store_n(a + i, first, n);
+      f_store_n(b + i, second, n);
+    }
+    return;
+  }
+  for (int64_t i = 0; i < half; ++i) {
+    const int64_t first = interleaved ? 2 * i : i, second = interleaved ? 2 * i + 1 : i + half;
+    const float u = read_value(p, first, type), v = read_value(p, second, type);
+    write_value(p, first, type, u * cosine[i] - v * sine[i]);
+    write_value(p, second, type, v * cosine[i] + u * sine[i]);
+  }
+}
+
+// One head of one token into its slot of pages [pages, heads, 64, D].
+void write_head(const uint8_t* from, int type, int64_t dim, void* pages, int page_type, int64_t heads, int64_t head,
+                int64_t slot) {
+  uint8_t* to = (uint8_t*)pages + (((slot / 64) * heads + head) * 64 + slot % 64) * dim * type_bytes(page_type);
+  if (type == page_type) {
+    std::memcpy(to, from, (size_t)(dim * type_bytes(type)));
+  } else if (page_type == TYPE_F8) {
+    for (int64_t i = 0; i < dim; ++i) to[i] = float_to_e4m3(read_value(from, i, type));
+  } else if (type == TYPE_F32) {
+    narrow(to, page_type, (const float*)from, dim);
+  } else {
+    for (int64_t i = 0; i < dim; ++i) write_value(to, i, page_type, read_value(from, i, type));
+  }
+}
+
 }  // namespace
 
 void silu_rows(const float* gate_up, int64_t rows, int64_t n, bool limited, float limit, float* y) {
   gate_rows(gate_up, TYPE_F32, rows, n, Silu{f_set(limit), f_set(-limit), limited}, y);
+}
+
+void gelu_rows(const float* gate_up, int64_t rows, int64_t n, float* y) {
+  gate_rows(gate_up, TYPE_F32, rows, n, GeluTanh{}, y);
 }
 
 }  // namespace slim
@@ -181,42 +237,9 @@ void slim_rope(void* x, int type, const int64_t* positions, const float* inv_fre
   using namespace slim;
   const int64_t half = rotary_dim / 2, size = type_bytes(type);
   for_rows(tokens, heads * rotary_dim, [&](int64_t t) {
-    float* cosine = (float*)scratch(ROW_A, (size_t)(2 * (half + L)) * 4);
-    float* sine = cosine + half + L;
-    const F position = f_set((float)positions[t]), factor = f_set(scale);
-    for (int64_t i = 0; i < half; i += L) {
-      const F f = half - i >= L ? f_load(inv_freq + i) : f_load_n(inv_freq + i, (int)(half - i));
-      F s, c;
-      f_sincos(f_mul(position, f), s, c);
-      f_store(cosine + i, f_mul(c, factor));
-      f_store(sine + i, f_mul(s, factor));
-    }
-    for (int64_t h = 0; h < heads; ++h) {
-      uint8_t* p = (uint8_t*)x + (t * token_stride + h * head_stride) * size;
-      if (type == TYPE_F32 && !interleaved) {
-        float *a = (float*)p, *b = a + half;
-        for (int64_t i = 0; i < half; i += L) {
-          const int n = (int)(half - i < L ? half - i : L);
-          const F c = f_load(cosine + i), s = f_load(sine + i);
-          const F u = n == L ? f_load(a + i) : f_load_n(a + i, n), v = n == L ? f_load(b + i) : f_load_n(b + i, n);
-          const F first = f_sub(f_mul(u, c), f_mul(v, s)), second = f_add(f_mul(v, c), f_mul(u, s));
-          if (n == L) {
-            f_store(a + i, first);
-            f_store(b + i, second);
-          } else {
-            f_store_n(a + i, first, n);
-            f_store_n(b + i, second, n);
-          }
-        }
-        continue;
-      }
-      for (int64_t i = 0; i < half; ++i) {
-        const int64_t first = interleaved ? 2 * i : i, second = interleaved ? 2 * i + 1 : i + half;
-        const float u = read_value(p, first, type), v = read_value(p, second, type);
-        write_value(p, first, type, u * cosine[i] - v * sine[i]);
-        write_value(p, second, type, v * cosine[i] + u * sine[i]);
-      }
-    }
+    const float* cosine = angles(positions[t], inv_freq, half, scale);
+    for (int64_t h = 0; h < heads; ++h)
+      rotate_head((uint8_t*)x + (t * token_stride + h * head_stride) * size, type, cosine, half, interleaved != 0);
   });
 }
 
@@ -224,22 +247,41 @@ void slim_rope(void* x, int type, const int64_t* positions, const float* inv_fre
 void slim_write_pages(const void* values, int type, int64_t tokens, int64_t heads, int64_t dim, int64_t token_stride,
                       int64_t head_stride, void* pages, int page_type, int64_t num_pages, const int64_t* slots) {
   using namespace slim;
-  const int64_t size = type_bytes(type), page_size = type_bytes(page_type);
+  const int64_t size = type_bytes(type);
   for_rows(tokens, heads * dim, [&](int64_t t) {
     const int64_t slot = slots[t];
     if (slot < 0 || slot >= num_pages * 64) return;
-    for (int64_t h = 0; h < heads; ++h) {
-      const uint8_t* from = (const uint8_t*)values + (t * token_stride + h * head_stride) * size;
-      uint8_t* to = (uint8_t*)pages + (((slot / 64) * heads + h) * 64 + slot % 64) * dim * page_size;
-      if (type == page_type) {
-        std::memcpy(to, from, (size_t)(dim * size));
-      } else if (page_type == TYPE_F8) {
-        for (int64_t i = 0; i < dim; ++i) to[i] = float_to_e4m3(read_value(from, i, type));
-      } else if (type == TYPE_F32) {
-        narrow(to, page_type, (const float*)from, dim);
-      } else {
-        for (int64_t i = 0; i < dim; ++i) write_value(to, i, page_type, read_value(from, i, type));
-      }
+    for (int64_t h = 0; h < heads; ++h)
+      write_head((const uint8_t*)values + (t * token_stride + h * head_stride) * size, type, dim, pages, page_type,
+                 heads, h, slot);
+  });
+}
+
+// x [T, q_heads + 2 kv_heads, D] float32, contiguous, changed in place: norms of query and key heads (weights [D], or
+// null), rotation (inv_freq null: none), then keys and values into their pages. The same steps as the single calls.
+void slim_place_heads(float* x, int64_t tokens, int64_t q_heads, int64_t kv_heads, int64_t dim, const float* q_norm,
+                      const float* k_norm, float eps, const int64_t* positions, const float* inv_freq,
+                      int64_t rotary_dim, int interleaved, float scale, void* k_pages, void* v_pages, int page_type,
+                      int64_t num_pages, const int64_t* slots) {
+  using namespace slim;
+  const int64_t heads = q_heads + 2 * kv_heads, half = rotary_dim / 2;
+  for_rows(tokens, heads * dim, [&](int64_t t) {
+    float* row = x + t * heads * dim;
+    for (int64_t h = 0; h < q_heads + kv_heads; ++h) {
+      const float* weight = h < q_heads ? q_norm : k_norm;
+      if (weight != nullptr) norm_row(row + h * dim, weight, 0.0f, eps, dim, row + h * dim);
+    }
+    if (inv_freq != nullptr) {
+      const float* cosine = angles(positions[t], inv_freq, half, scale);
+      for (int64_t h = 0; h < q_heads + kv_heads; ++h)
+        rotate_head(row + h * dim, TYPE_F32, cosine, half, interleaved != 0);
+    }
+    const int64_t slot = slots[t];
+    if (slot < 0 || slot >= num_pages * 64) return;
+    for (int64_t h = 0; h < kv_heads; ++h) {
+      write_head((const uint8_t*)(row + (q_heads + h) * dim), TYPE_F32, dim, k_pages, page_type, kv_heads, h, slot);
+      write_head((const uint8_t*)(row + (q_heads + kv_heads + h) * dim), TYPE_F32, dim, v_pages, page_type, kv_heads, h,
+                 slot);
     }
   });
 }

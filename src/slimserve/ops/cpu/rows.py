@@ -126,6 +126,42 @@ def write_pages(values: torch.Tensor, storage: torch.Tensor, slots: torch.Tensor
     )  # fmt: skip
 
 
+def place_heads(
+    heads: torch.Tensor,
+    num_heads: int,
+    k_storage: torch.Tensor,
+    v_storage: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    inv_freq: torch.Tensor | None,
+    rotary_dim: int,
+    interleaved: bool,
+    scale: float,
+) -> torch.Tensor:
+    """See `slimserve.ops.place_heads`; float32 heads, changed in place."""
+    tokens, total, dim = heads.shape
+    pages, kv_heads, page_tokens, page_dim = k_storage.shape
+    fits = total == num_heads + 2 * kv_heads and page_tokens == 64 and page_dim == dim and rotary_dim <= dim
+    dense = heads.is_contiguous() and k_storage.is_contiguous() and v_storage.is_contiguous()
+    if not fits or not dense or v_storage.shape != k_storage.shape or v_storage.dtype is not k_storage.dtype:
+        raise ValueError(f"place_heads: heads {tuple(heads.shape)} do not fit pages {tuple(k_storage.shape)}")
+    if slots.dtype is not torch.int64 or positions.dtype is not torch.int64:
+        slots, positions = slots.to(torch.int64), positions.to(torch.int64)
+    q_weight = None if q_norm is None else _weight(q_norm, dim)
+    k_weight = None if k_norm is None else _weight(k_norm, dim)
+    load().slim_place_heads(
+        heads.data_ptr(), tokens, num_heads, kv_heads, dim, None if q_weight is None else q_weight.data_ptr(),
+        None if k_weight is None else k_weight.data_ptr(), eps, positions.data_ptr(),
+        None if inv_freq is None else inv_freq.data_ptr(), rotary_dim, int(interleaved), scale, k_storage.data_ptr(),
+        v_storage.data_ptr(), DTYPES[k_storage.dtype], pages, slots.data_ptr(),
+    )  # fmt: skip
+    return heads[:, :num_heads]
+
+
 def paged_attention(
     q: torch.Tensor,
     k: torch.Tensor,

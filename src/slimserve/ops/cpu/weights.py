@@ -220,6 +220,7 @@ class FusedLinear:
         self._count = len(parts)
         self._float = parts[0].float_activations
         self._call = load().slim_linear
+        self._call_gated = load().slim_gated_mlp
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Write x [T, K] (contiguous) times all parts, plus bias, into contiguous out [T, N]."""
@@ -234,6 +235,27 @@ class FusedLinear:
             self._out_features,
             self._float,
         )
+
+    def gated(self, x: torch.Tensor, down: FusedLinear, kind: int, limit: float) -> torch.Tensor:
+        """down(act(gate) * up) of contiguous x [T, K] in one call: see `slim_gated_mlp`."""
+        out = x.new_empty(x.shape[0], down._out_features)
+        code = DTYPES[x.dtype]
+        self._call_gated(
+            self._address,
+            self._count,
+            down._address,
+            down._count,
+            x.data_ptr(),
+            code,
+            x.shape[0],
+            kind,
+            limit,
+            out.data_ptr(),
+            code,
+            down._out_features,
+            self._float,
+        )
+        return out
 
 
 def _expert_panels(packed: PackedTensor) -> list[PanelWeight]:
