@@ -281,6 +281,12 @@ def test_a_chat_survives_ctrl_c_and_ends_with_ctrl_d() -> None:
     terminal.until("first\r\n")
     terminal.until(r"\[prefill .* \| stop\]")
     terminal.until("> ")
+    terminal.send("/new\n")  # the fake model would find the first question's script in the conversation
+    terminal.until("a new conversation")
+    terminal.until("> ")
+    terminal.send("/new\n")  # the fake would find its earlier orders in the history
+    terminal.until("a new conversation")
+    terminal.until("> ")
     terminal.send("endless\n")
     terminal.until("[a-p ]{12}")  # longer than the echo of the question, which would pass for a reply
     terminal.send("\x03")  # stops the reply
@@ -333,3 +339,41 @@ def test_ctrl_c_in_one_answer_ends_with_130() -> None:
     terminal.until("[a-p ]{5}")
     terminal.send("\x03")
     assert terminal.end() == 130
+
+
+def test_an_empty_prompt_is_refused_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli_main.main(["--model", "/no/such/file", "-p", ""]) == 2
+    assert "the prompt is empty" in capsys.readouterr().err
+
+
+def test_a_group_without_a_verb_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli_main.main(["bench"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("Usage: slimserve bench") and "lists what there is" not in error
+
+
+def test_an_import_that_ctrl_c_broke_off_is_an_interruption(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:  # as numpy's importer does
+            raise ImportError("cannot load module more than once per process") from None
+
+    monkeypatch.setattr(run, "open_model", broken)
+    assert cli_main.main(["any", "-p", "x"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    monkeypatch.setattr(run, "open_model", lambda *_, **__: exec("raise ImportError('no such module')"))
+    assert cli_main.main(["any", "-p", "x"]) == 1
+
+
+def test_names_out_of_files_do_not_command_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise FormatError("tensor '\x1b[2J\u202ename\x9b' is missing")
+
+    monkeypatch.setattr(run, "open_model", refuse)
+    assert cli_main.main(["any", "-p", "x"]) == 1
+    assert capsys.readouterr().err == "slimserve: tensor '\\x1b[2J\\u202ename\\x9b' is missing\n"
