@@ -141,11 +141,11 @@ CASES = {"nextn qwen": _nextn("qwen"), "nextn glm": _nextn("glm"), "dflash2": _d
 )
 @pytest.mark.timeout(7200)
 def test_a_long_life(case: str, steps: int, audit_every: int, tmp_path: Path) -> None:
-    """A third of the pages that six longest requests would take, and preemption besides."""
+    """Half of the pages that six longest requests would take, and preemption besides."""
     loaded, kind, companion = CASES[case](tmp_path)
     settings: dict[str, Any] = {"max_sequences": 6, "max_context": 256, "token_budget": 96, "max_draft": 5}
     roomy = make_engine(loaded, kind, companion=companion, **settings).cache
-    budget = cache_bytes([group.spec for group in roomy.groups], roomy.plan.demand, 7)
+    budget = cache_bytes([group.spec for group in roomy.groups], roomy.plan.demand, 12)
     engine = make_engine(loaded, kind, companion=companion, budget_bytes=budget, **settings)
     life = Life(loaded, engine, seed=steps)
     life.live(steps, audit_every)

@@ -1,0 +1,83 @@
+"""Qwen2.5-Coder, real weights: drafting from the text and by a smaller model changes no token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import reference_outputs
+from speculation_rig import Reply, make_engine, said, serve
+
+from slimserve.engine.build import check_vocabularies
+from slimserve.engine.config import DrafterKind
+from slimserve.engine.request import Request, SamplingParams
+from slimserve.fetch import model_path
+from slimserve.measure.speculate_tasks import EDITED_FILE
+from slimserve.serve.model_text import model_text
+from slimserve.weights.loader import LoadedModel, load_model
+
+LARGER = "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
+
+
+@pytest.fixture(scope="module")
+def small() -> LoadedModel:
+    loaded = load_model(reference_outputs.model_file("qwen25-coder-0.5b"))
+    if "reference" in " ".join(loaded.kernels.values()):
+        pytest.skip("the C++ kernels are not built here; the torch references would take minutes")
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def larger() -> LoadedModel:
+    if not model_path(LARGER).exists():
+        pytest.skip(f"model file {LARGER} is not in the cache")
+    return load_model(model_path(LARGER))
+
+
+def requests_of(loaded: LoadedModel, count: int, max_tokens: int) -> list[Request]:
+    """Parts of a file to go on with, and a chat about them; greedy and sampled with the recommended filters."""
+    text = model_text(loaded.source, loaded.config.vocab_size)
+    lines = EDITED_FILE.splitlines(keepends=True)
+    requests = []
+    for i in range(count):
+        part = "".join(lines[3 * i % 40 : 3 * i % 40 + 8 + i % 5])
+        if i % 2:
+            prompt = text.encode(part + "\n\n# The same again:\n" + part[: len(part) // 3])
+        else:
+            prompt = text.encode_chat([{"role": "user", "content": f"Repeat this:\n{part}"}], None, {})
+        sampling = SamplingParams(temperature=0.0 if i % 3 else 1.0, top_p=0.95, top_k=20, seed=i, logprobs=1)
+        requests.append(Request(f"r{i}", prompt, sampling, max_tokens, ignore_eos=True))
+    return requests
+
+
+def run(loaded: LoadedModel, kind: DrafterKind, requests: list[Request], companion: Any = None) -> tuple[Any, Any]:
+    engine = make_engine(
+        loaded, kind, companion=companion, max_sequences=len(requests), max_context=512, token_budget=256, max_draft=5
+    )
+    first: dict[str, Reply] = serve(engine, requests)
+    again = serve(engine, requests) if kind is not DrafterKind.NONE else first
+    assert said(again) == said(first), "on prefix hits"
+    return said(first), engine.scheduler.counters
+
+
+def test_small_model_alone_and_in_company(small: LoadedModel) -> None:
+    requests = requests_of(small, 10, 20)
+    plain, _ = run(small, DrafterKind.NONE, requests)
+    for kind, companion in ((DrafterKind.LOOKUP, None), (DrafterKind.MODEL, small.model)):
+        drafted, counters = run(small, kind, requests, companion)
+        assert drafted == plain, kind.value
+        assert counters.accepted_tokens > 0.3 * counters.drafted_tokens > 0, kind.value
+    for i in (0, 3):
+        alone, _ = run(small, DrafterKind.LOOKUP, [requests[i]])
+        assert alone[f"r{i}"] == plain[f"r{i}"]
+
+
+@pytest.mark.slow
+def test_larger_model_drafted_by_the_small_one(small: LoadedModel, larger: LoadedModel) -> None:
+    check_vocabularies(larger.source, small.source)
+    requests = requests_of(larger, 32, 40)
+    plain, _ = run(larger, DrafterKind.NONE, requests)
+    for kind, companion in ((DrafterKind.LOOKUP, None), (DrafterKind.MODEL, small.model)):
+        drafted, counters = run(larger, kind, requests, companion)
+        assert drafted == plain, kind.value
+        assert counters.accepted_tokens > 0.3 * counters.drafted_tokens > 0, kind.value
