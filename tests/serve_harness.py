@@ -35,9 +35,10 @@ class Harness:
         api_key: str | None = None,
         spec: EngineSpec | None = None,
         text: TextModel | None = None,
+        http: Any = "auto",
         **fake: Any,
     ) -> None:
-        """The fake engine with these arguments, or any other engine and text side."""
+        """The fake engine with these arguments, or any other engine and text side; `http` is uvicorn's protocol."""
         self.log = io.StringIO()
         self.router = Router()
         spec = spec or EngineSpec("fake_engine:build", fake)
@@ -56,7 +57,7 @@ class Harness:
         self._socket = open_socket("127.0.0.1", 0)
         self.port = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        config = uvicorn.Config(create_app(self.state), log_level="warning", access_log=False)
+        config = uvicorn.Config(create_app(self.state), log_level="warning", access_log=False, http=http, ws="none")
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._server.serve(sockets=[self._socket])), daemon=True

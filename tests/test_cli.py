@@ -284,9 +284,6 @@ def test_a_chat_survives_ctrl_c_and_ends_with_ctrl_d() -> None:
     terminal.send("/new\n")  # the fake model would find the first question's script in the conversation
     terminal.until("a new conversation")
     terminal.until("> ")
-    terminal.send("/new\n")  # the fake would find its earlier orders in the history
-    terminal.until("a new conversation")
-    terminal.until("> ")
     terminal.send("endless\n")
     terminal.until("[a-p ]{12}")  # longer than the echo of the question, which would pass for a reply
     terminal.send("\x03")  # stops the reply

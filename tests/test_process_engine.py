@@ -175,7 +175,17 @@ def test_a_step_that_fails_ends_everything_with_its_reason(kind: Any) -> None:
         assert not client.alive and "as asked" in (client.failure or "")
 
 
-@pytest.mark.parametrize("how", ["crash", "SIGKILL", "SIGTERM"])
+def test_stop_signals_are_the_parents_to_obey() -> None:
+    with running(ProcessEngine, step_seconds=0.01) as (client, listener):
+        client.submit(submit("a", max_tokens=50))
+        listener.outputs.get(timeout=10)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(client.pid, number)  # type: ignore[attr-defined]
+        assert listener.until_finished("a")["a"][-1].finish_reason is FinishReason.LENGTH
+        assert client.alive
+
+
+@pytest.mark.parametrize("how", ["crash", "SIGKILL", "SIGABRT"])
 def test_the_parent_notices_a_dead_engine_at_once(how: str) -> None:
     with running(ProcessEngine, step_seconds=0.01) as (client, listener):
         client.submit(submit("a", max_tokens=100_000))

@@ -70,7 +70,10 @@ class Stream(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        with httpx.stream("POST", self._url + "/v1/completions", json=self._body, timeout=30) as reply:
+        with (
+            contextlib.suppress(httpx.HTTPError),  # a cut is seen in the events
+            httpx.stream("POST", self._url + "/v1/completions", json=self._body, timeout=30) as reply,
+        ):
             for line in reply.iter_lines():
                 if line.startswith("data: "):
                     self.events.append(line[6:])
@@ -136,6 +139,44 @@ def test_after_the_grace_period_the_rest_ends_with_an_error() -> None:
         assert json.loads(stream.events[-1])["error"]["code"] == "shutting_down"
         assert code == 0, out + err
         assert not engine.is_running()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_stop_signal_right_after_the_url_is_told_ends_in_order(number: int, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    script = "import os, signal, sys; sys.path.insert(0, sys.argv[1]); import fake_server as f; original = f.serve\n"
+    script += "def serve(spec, text, options, progress, on_ready):\n"
+    script += f"    original(spec, text, options, progress, lambda *_: os.kill(os.getpid(), {int(number)}))\n"
+    script += "f.serve = serve; sys.argv = ['x', '0', '1', '{}']; sys.exit(f.main())"
+    ended = subprocess.run(
+        [sys.executable, "-c", script, str(SCRIPT.parent)],
+        env={**environment, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stderr and list(tmp_path.iterdir()) == []
+
+
+def test_a_second_stop_signal_ends_at_once_and_without_traces() -> None:
+    with server(grace=30.0, step_seconds=0.01) as running:
+        whole = threading.Thread(target=_post_and_forget, args=(running.url,), daemon=True)
+        whole.start()
+        stream = Stream(running.url, 4000)
+        assert stream.started.wait(10)
+        running.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        started = time.monotonic()
+        running.process.send_signal(signal.SIGINT)
+        code, out, err = running.end()
+        assert time.monotonic() - started < 10
+        assert code == 0 and "Traceback" not in err, out + err
+
+
+def _post_and_forget(url: str) -> None:
+    with contextlib.suppress(httpx.HTTPError):
+        httpx.post(url + "/v1/completions", json={"prompt": "endless", "max_tokens": 4000}, timeout=30)
 
 
 def test_a_stop_signal_while_loading_leaves_nothing_behind(tmp_path: Path) -> None:

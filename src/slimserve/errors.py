@@ -1,5 +1,15 @@
 """Errors that a user may see: one sentence, with the value at fault and what to do."""
 
+import re
+
+# Control characters but for line feed and tab (some are commands to a terminal), and those that turn text around.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """`text` with its control characters escaped, for people's eyes: parts of it may come from files or strangers."""
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
+
 
 class SlimServeError(Exception):
     """Base of every error that SlimServe raises on purpose; `exit_code` is the process's answer."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from slimserve.cli.terminal import ask, say, speak
 from slimserve.engine.request import SamplingParams
-from slimserve.errors import RequestError, UsageError
+from slimserve.errors import RequestError
 from slimserve.serve.local import LocalModel, Reply
 
 _HELP = "/new starts over, /quit (or Ctrl-D) leaves, Ctrl-C stops a reply"
@@ -61,8 +61,6 @@ def one_answer(
     quiet: bool,
 ) -> None:
     """Answer (or continue) one text; KeyboardInterrupt if the person stopped it."""
-    if not text:
-        raise UsageError("the prompt is empty; give some text with --prompt or on standard input")
     if raw:
         reply = model.complete(text, sampling, max_tokens=max_tokens)
     else:

@@ -10,16 +10,21 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+import signal
 import sys
 import traceback
-from collections.abc import Sequence
-
-import typer
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import slimserve
 from slimserve import cli
 from slimserve.cli.terminal import clean_argument, prepare_streams, say
 from slimserve.errors import RequestError, SlimServeError
+
+if TYPE_CHECKING:
+    # At run time it is imported where Ctrl-C is already in hand.
+    import typer
 
 DEFAULT_VERB = "run"
 _INTERRUPTED = 130
@@ -52,6 +57,8 @@ def _module(name: str) -> object:
 
 def build_app() -> typer.Typer:
     """The typer application with all verbs."""
+    import typer
+
     app = typer.Typer(
         help=_HELP,
         add_completion=False,
@@ -87,20 +94,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code (0 done, 1 failed, 2 wrong use, 3 does not fit or is refused)."""
     prepare_streams()
     given = [clean_argument(argument) for argument in (sys.argv[1:] if arguments is None else arguments)]
-    try:
-        result = build_app()(with_verb(given, verbs()), prog_name="slimserve", standalone_mode=False)
-    except (typer.Abort, KeyboardInterrupt):
-        result = _INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output left; nothing more can be said there.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except Exception as error:
-        return _explain(error)
+    with _noted_interrupts() as interrupts:
+        try:
+            result = build_app()(with_verb(given, verbs()), prog_name="slimserve", standalone_mode=False)
+        except KeyboardInterrupt:
+            result = _INTERRUPTED
+        except BrokenPipeError:
+            # The reader of our output left; nothing more can be said there.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+        except Exception as error:
+            # An import that Ctrl-C broke off may be tried again by its importer, and then fails in its own words.
+            if type(error).__name__ != "Abort" and not (interrupts and isinstance(error, ImportError)):
+                return _explain(error)
+            result = _INTERRUPTED
     # Some versions of the option parser turn Ctrl-C into this code themselves.
     if result == _INTERRUPTED:
         say("interrupted")
     return int(result or 0)
+
+
+@contextmanager
+def _noted_interrupts() -> Iterator[list[int]]:
+    """Ctrl-C raises KeyboardInterrupt as always, and is noted."""
+    noted: list[int] = []
+
+    def note(number: int, _frame: object) -> None:
+        noted.append(number)
+        raise KeyboardInterrupt
+
+    try:
+        mine = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if mine:
+            signal.signal(signal.SIGINT, note)
+    except ValueError:  # not the main thread
+        mine = False
+    try:
+        yield noted
+    finally:
+        if mine:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _explain(error: Exception) -> int:
@@ -115,6 +148,9 @@ def _explain(error: Exception) -> int:
         return error.exit_code
     # Wrong options: the option parser's own errors know their message and their exit code.
     format_message, exit_code = getattr(error, "format_message", None), getattr(error, "exit_code", None)
+    if type(error).__name__ == "NoArgsIsHelpError" and callable(format_message):
+        say(format_message())
+        return 2
     if callable(format_message) and isinstance(exit_code, int):
         say(f"slimserve: {format_message()} (slimserve --help lists what there is)")
         return exit_code

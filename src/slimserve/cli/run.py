@@ -99,11 +99,15 @@ def command(
         drafts=drafts,
     )
     text = None if prompt is None else (read_all_input() if prompt == "-" else prompt)
+    if text is None and not serve and not is_interactive():
+        text = read_all_input()
+    if text == "":
+        raise UsageError("the prompt is empty; give some text with --prompt or on standard input")
     opened = open_model(profile, model, flags, serving=serve, weights=weights)
     if serve:
         _serve(opened, host, port, api_key, tuple(served_name or ()), quiet)
         return
-    chats = text is None and is_interactive()
+    chats = text is None
     given = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     sampling = choose_sampling(given, seed, opened.sampling if chats else {"temperature": 0.0})
     _talk(opened, text, system, raw, sampling, max_tokens, quiet)
@@ -171,8 +175,6 @@ def _talk(
         local = LocalModel(opened.text, client, mailboxes)
         if text is not None:
             one_answer(local, text, system, raw=raw, sampling=sampling, max_tokens=max_tokens, quiet=quiet)
-        elif not is_interactive() and text is None:
-            one_answer(local, read_all_input(), system, raw=raw, sampling=sampling, max_tokens=max_tokens, quiet=quiet)
         else:
             chat_loop(local, system, raw=raw, sampling=sampling, max_tokens=max_tokens, quiet=quiet)
     finally:

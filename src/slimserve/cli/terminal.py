@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from slimserve.errors import printable
+
 
 def prepare_streams() -> None:
     """UTF-8 on all three streams; what cannot be read or written becomes a replacement character."""
@@ -21,8 +23,8 @@ def clean_argument(text: str) -> str:
 
 
 def say(text: str = "") -> None:
-    """One line to the person, on standard error."""
-    print(text, file=sys.stderr, flush=True)
+    """One line to the person, on standard error; names out of files cannot command the terminal."""
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def speak(text: str) -> None:

@@ -27,7 +27,6 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
-from slimserve.engine import guard
 from slimserve.engine.driver import EngineDriver, LoadedEngine, ProgressCallback
 from slimserve.engine.messages import (
     COMMAND_DECODER,
@@ -55,7 +54,11 @@ from slimserve.errors import RefusalError, RunError, SlimServeError, UsageError
 
 logger = logging.getLogger("slimserve.engine")
 
-_CHILD_CODE = "from slimserve.engine.process import child_main; child_main()"
+# Tied to the parent before the imports that take seconds.
+_CHILD_CODE = (
+    "import sys; from slimserve.engine import guard; guard.install(int(sys.argv[1])); "
+    "from slimserve.engine.process import child_main; child_main()"
+)
 _KILL_AFTER_SECONDS = 10.0
 
 
@@ -269,20 +272,14 @@ class ProcessEngine(_ClientCore):
         self._commands = self._bind(zmq.PUSH, "commands")
         self._events = self._bind(zmq.PULL, "events")
         self._exit_pipe = os.pipe()
-        try:
-            self._process = self._spawn(spec)
-        except BaseException:
-            self._close()
-            raise
         self._waiter = threading.Thread(target=self._wait_exit, name="engine-exit", daemon=True)
-        self._waiter.start()
         try:
+            # One block without gaps: Ctrl-C may come between any two lines.
+            self._process = self._spawn(spec)
+            self._waiter.start()
             self.info = self._await_ready(progress, load_timeout)
         except BaseException:
-            self._process.kill()
-            self._waiter.join()
-            self._stopped.set()
-            self._close()
+            self._give_up()
             raise
         self._receiver = threading.Thread(target=self._receive_loop, name="engine-events", daemon=True)
         self._receiver.start()
@@ -301,6 +298,17 @@ class ProcessEngine(_ClientCore):
             self._process.kill()
             self._waiter.join()
         self._receiver.join()
+        self._close()
+
+    def _give_up(self) -> None:
+        """Loading failed: end the child, if there is one, and leave nothing behind."""
+        self._stopped.set()
+        process = getattr(self, "_process", None)
+        if process is not None:
+            process.kill()
+            process.wait()
+        if self._waiter.ident is not None:
+            self._waiter.join()
         self._close()
 
     def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
@@ -429,7 +437,6 @@ class _SocketChannel:
 
 def child_main() -> None:
     """Entry of the engine process: parent's process id and socket folder are the arguments."""
-    guard.install(int(sys.argv[1]))
     folder = sys.argv[2]
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     spec = msgspec.msgpack.decode((Path(folder) / "spec").read_bytes(), type=EngineSpec)

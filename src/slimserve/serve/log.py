@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TextIO
 
+from slimserve.errors import printable
 from slimserve.serve.metrics import Metrics
 
 _HEADER = "time      endpoint      status  prompt  cached   first tok  output    tok/s  end           total"
@@ -93,5 +94,5 @@ class RequestLog:
             f"{'-' if rate is None else f'{rate:.1f}':>7}  {outcome:<12}  {total:.2f} s"
         )
         if reason:
-            line += f"  {' '.join(reason.split())[:300]}"
+            line += f"  {printable(' '.join(reason.split())[:300])}"
         print(line, file=stream, flush=True)

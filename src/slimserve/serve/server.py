@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import logging
 import signal
 import socket
 import threading
@@ -19,13 +20,14 @@ from slimserve.engine.messages import EngineInfo, EngineSpec
 from slimserve.engine.process import ProcessEngine
 from slimserve.errors import RequestError, RunError, UsageError
 from slimserve.serve.app import create_app
+from slimserve.serve.connections import allow_many_connections, bounded_protocol
 from slimserve.serve.limits import ServerLimits
 from slimserve.serve.log import RequestLog
 from slimserve.serve.router import Router
 from slimserve.serve.state import ServerState
 from slimserve.serve.text import TextModel
 
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()))
 
 _LAST_WORDS_SECONDS = 5
 """After the grace period: time for error events to reach their clients."""
@@ -55,15 +57,19 @@ def open_socket(host: str, port: int) -> socket.socket:
         # Named TCP, because event loops turn Nagle's delay off only on sockets that say so.
         bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     except OSError as error:
-        raise UsageError(f"cannot listen on {host}:{port}: {error}; choose another --host or --port") from error
+        raise _cannot_listen(host, port, error) from error
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
     except (OSError, OverflowError) as error:
         bound.close()
-        words = getattr(error, "strerror", None) or error
-        raise UsageError(f"cannot listen on {host}:{port}: {words}; choose another --host or --port") from error
+        raise _cannot_listen(host, port, error) from error
     return bound
+
+
+def _cannot_listen(host: str, port: int, error: Exception) -> UsageError:
+    words = getattr(error, "strerror", None) or error
+    return UsageError(f"cannot listen on {host}:{port}: {words}; choose another --host or --port")
 
 
 def is_loopback(host: str) -> bool:
@@ -89,15 +95,14 @@ class _Uvicorn(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        previous = {number: signal.signal(number, self.handle_exit) for number in _STOP_SIGNALS}
-        try:
+        with _handled(self.handle_exit):
             yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A stop signal: admit nothing more. A second one ends without waiting."""
+        if self.should_exit:
+            # Requests that are cut off now are meant to be: their traces say nothing.
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         self._state.draining = True
         super().handle_exit(sig, frame)
 
@@ -136,6 +141,7 @@ def serve(
 
     `on_ready` hears what was loaded and the URL, before the first request is taken.
     """
+    allow_many_connections()
     with contextlib.closing(open_socket(options.host, options.port)) as listener:
         router = Router()
         with _stoppable():
@@ -151,11 +157,15 @@ def serve(
         )
         state.metrics.show_memory(options.planned_memory, client.info.memory)
         try:
-            # Whoever hears of the URL may connect at once: the system holds connections until they are taken.
-            listener.listen(2048)
-            host, port = listener.getsockname()[:2]
-            on_ready(client.info, f"http://{f'[{host}]' if ':' in host else host}:{port}")
-            _run_http(state, listener, options)
+            server = _http_server(state, options)
+            with server.capture_signals():
+                # Whoever hears of the URL may connect at once (the system holds connections until they are taken) and
+                # may tell the server to stop.
+                listener.listen(2048)
+                host, port = listener.getsockname()[:2]
+                on_ready(client.info, f"http://{f'[{host}]' if ':' in host else host}:{port}")
+                with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                    runner.run(server.serve(sockets=[listener]))
         finally:
             client.shutdown(0.0)
         if client.failure is not None:
@@ -169,14 +179,23 @@ def _stoppable() -> Iterator[None]:
     def stop(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    previous = signal.signal(signal.SIGTERM, stop)
+    with _handled(stop):
+        yield
+
+
+@contextlib.contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """`handler` takes the stop signals, except those that are ignored on purpose (nohup)."""
+    wanted = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, handler) for number in wanted}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, before in previous.items():
+            signal.signal(number, before)
 
 
-def _run_http(state: ServerState, listener: socket.socket, options: ServerOptions) -> None:
+def _http_server(state: ServerState, options: ServerOptions) -> _Uvicorn:
     config = uvicorn.Config(
         create_app(state),
         log_level="warning",
@@ -185,10 +204,10 @@ def _run_http(state: ServerState, listener: socket.socket, options: ServerOption
         timeout_graceful_shutdown=int(options.grace_seconds) + _LAST_WORDS_SECONDS,
         timeout_keep_alive=30,
         server_header=False,
+        http=bounded_protocol(),
+        ws="none",
     )
-    server = _Uvicorn(config, state, options.grace_seconds)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(server.serve(sockets=[listener]))
+    return _Uvicorn(config, state, options.grace_seconds)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

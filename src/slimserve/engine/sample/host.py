@@ -35,7 +35,8 @@ def apply_edit(x: FloatArray, edit: RowEdit) -> FloatArray:
     """A changed copy of x [V]."""
     changed = x.copy()
     old = x[edit.token_ids]
-    changed[edit.token_ids] = np.where(old > 0, old / edit.divisor, old * edit.divisor) + edit.addend
+    with np.errstate(all="ignore"):  # the smallest repetition penalties overflow; `sanitize` comes behind
+        changed[edit.token_ids] = np.where(old > 0, old / edit.divisor, old * edit.divisor) + edit.addend
     if edit.allowed is not None:
         kept = changed[edit.allowed]
         changed.fill(-np.inf)

@@ -1,0 +1,132 @@
+"""Connections that bring nothing, bring it slowly or bring nonsense; on both of uvicorn's parsers."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from serve_harness import Harness
+
+from slimserve.serve.connections import Patience, bounded_protocol
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+BODY = json.dumps({"prompt": "say:fine|", "max_tokens": 32}).encode()
+PARSERS = {"h11": "h11_impl:H11Protocol", "httptools": "httptools_impl:HttpToolsProtocol"}
+
+
+@pytest.fixture(scope="module", params=sorted(PARSERS))
+def server(request: pytest.FixtureRequest) -> Iterator[Harness]:
+    pytest.importorskip(request.param)
+    module, _, name = PARSERS[request.param].partition(":")
+    base = getattr(importlib.import_module(f"uvicorn.protocols.http.{module}"), name)
+    running = Harness(http=bounded_protocol(Patience(head=0.6, silence=0.6, body=2.0), base), step_seconds=0.01)
+    yield running
+    running.close()
+
+
+@pytest.fixture(autouse=True)
+def plain_request_succeeds_afterwards(server: Harness) -> Iterator[None]:
+    yield
+    reply = httpx.post(server.url + "/v1/completions", content=BODY, timeout=10)
+    assert reply.json()["choices"][0]["text"] == "fine"
+    server.wait_idle()
+
+
+def connect(server: Harness, data: bytes = b"") -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    connection.sendall(data)
+    return connection
+
+
+def rest(connection: socket.socket) -> bytes:
+    """What still comes until the server closes; fails where it does not."""
+    found = b""
+    try:
+        while piece := connection.recv(65536):
+            found += piece
+    except ConnectionResetError:
+        pass
+    finally:
+        connection.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"POST /v1/compl",
+        HEAD,
+        HEAD + b"Content-Length: 500\r\n\r\n{",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\n",
+    ],
+    ids=["nothing", "half a line", "half a head", "half a body", "no chunk"],
+)
+def test_a_client_that_falls_silent_is_let_go(server: Harness, data: bytes) -> None:
+    started = time.monotonic()
+    assert b" 200 " not in rest(connect(server, data))
+    assert 0.4 < time.monotonic() - started < 5
+
+
+def test_a_client_that_dribbles_is_let_go(server: Harness) -> None:
+    for beginning in (b"GET /health HTTP/1.1\r\nX: ", HEAD + b"Content-Length: 500\r\n\r\n"):
+        connection = connect(server, beginning)
+        started = time.monotonic()
+        with pytest.raises(OSError):
+            while time.monotonic() - started < 8:
+                connection.sendall(b"x")
+                time.sleep(0.1)
+        connection.close()
+
+
+def test_slow_but_steady_bodies_and_long_replies_are_served(server: Harness) -> None:
+    connection = connect(server, HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(BODY))
+    for start in range(0, len(BODY), 12):
+        connection.sendall(BODY[start : start + 12])
+        time.sleep(0.2)
+    assert b'"text":"fine"' in rest(connection)
+    long = {"prompt": "endless", "max_tokens": 200}
+    assert httpx.post(server.url + "/v1/completions", json=long, timeout=20).status_code == 200
+    with httpx.Client(base_url=server.url, timeout=10) as client:  # idle between two requests, for longer than a head
+        assert client.get("/health").status_code == 200
+        time.sleep(1.2)
+        assert client.get("/health").status_code == 200
+
+
+NONSENSE: dict[str, Any] = {
+    "bytes": b"\x00\x01\x02\xff\r\n\r\n",
+    "tls": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    "http 0.9": b"GET /health\r\n\r\n",
+    "negative length": HEAD + b"Content-Length: -5\r\n\r\n",
+    "two lengths": HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nabcde",
+    "bad chunk": HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\nabc\r\n0\r\n\r\n",
+    "length of the universe": HEAD + b"Content-Length: 99999999999999\r\n\r\n{",
+    "upgrade": b"GET /v1/completions HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("name", sorted(NONSENSE))
+def test_nonsense_is_refused(server: Harness, name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    found = rest(connect(server, NONSENSE[name]))
+    assert found.startswith(b"HTTP/1.1 4") and b"Traceback" not in found, found
+    assert "pip install" not in capfd.readouterr().err
+
+
+def test_a_hundred_clients_that_leave_at_any_moment(server: Harness) -> None:
+    body = json.dumps({"prompt": "endless", "max_tokens": 400, "n": 2, "stream": True}).encode()
+    for number in range(100):
+        whole = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
+        connection = connect(server, whole[: len(whole) if number % 3 else len(whole) - 9])
+        if number % 5 == 0:
+            connection.recv(200)
+        if number % 2:  # reset instead of an orderly end
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()
+    server.wait_idle(20)
