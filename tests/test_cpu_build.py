@@ -91,6 +91,7 @@ def test_cxx_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 FORKED = """
 import os, torch
 from slimserve.ops.cpu import library, rows
+torch.set_num_threads(1)  # OpenMP, which torch uses, hangs in a forked child once its parent has used threads
 library.set_threads(2)
 x, w = torch.randn(64, 4096), torch.ones(4096)
 want = rows.rms_norm(x, w, 1e-6)

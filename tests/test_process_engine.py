@@ -123,8 +123,8 @@ def test_loading_is_told_and_requests_end_once(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_refused_request_is_told_and_others_go_on(kind: Any) -> None:
-    with running(kind) as (client, listener):
-        client.submit(submit("good"))
+    with running(kind, step_seconds=0.05) as (client, listener):
+        client.submit(submit("good", max_tokens=100))
         client.submit(submit("bad", "refuse!"))
         client.submit(submit("good"))  # the same id twice
         codes = {listener.rejected.get(timeout=10).code, listener.rejected.get(timeout=10).code}
