@@ -150,3 +150,26 @@ def test_preparation_is_shared_by_the_drafts_that_follow() -> None:
         control.draft_length(1)
         control.observe(1, True, 3, 1.5, [(4, 2)], 4.0)
     assert control.lengths()[1] == 0, "preparation at every step does not pay"
+
+
+def test_reading_that_never_leads_to_drafts_is_given_up() -> None:
+    """Long prompts with short replies: a drafting model that has not read them to their end brings nothing."""
+    control = SpeculationControl(4, first_length=3)
+    spent, steps = 0.0, 60_000
+    for _ in range(steps):
+        wanted = control.draft_length(1) > 0
+        spent += 1.0 + 9.0 * wanted
+        control.observe(1, False, 1, 1.0, (), 9.0 if wanted else 0.0)
+    assert spent < 1.03 * steps and control.lengths() == {1: 0}
+    for _ in range(40_000):
+        drafts = control.draft_length(1)
+        control.observe(1, drafts > 0, 1 + drafts, 1.0 + 0.2 * drafts, [(drafts, drafts)] if drafts else ())
+    assert control.lengths()[1] > 0, "other requests bring it back"
+
+
+def test_the_length_does_not_fall_where_all_drafts_hold() -> None:
+    """A shorter draft may not look better than it can be, because few drafts were seen yet."""
+    control = SpeculationControl(8, first_length=3)
+    lengths = Machine(control, 1, per_draft=0.43, acceptance=[0.99] * 8, plain=1.0, noise=0.02).run(400)
+    assert min(length for length in lengths[5:] if length) >= 3
+    assert control.lengths()[1] >= 5

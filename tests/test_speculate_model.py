@@ -162,6 +162,32 @@ def test_without_memory_it_does_not_draft(target: LoadedModel, monkeypatch: pyte
     assert engine.scheduler.counters.accepted_tokens > 0
 
 
+def test_tokens_that_only_the_target_knows_stop_one_request(target: LoadedModel, tmp_path: Path) -> None:
+    """Tables of one vocabulary may be padded differently; a token behind the drafter's end must never be read there."""
+    oracle = tiny_models.build("qwen2", vocab_size=120)
+    companion = load_model(tiny_models.save_folder(oracle, tmp_path)).model
+    rng = random.Random(4)
+    prompts = {"usual": [rng.randrange(1, 120) for _ in range(70)], "strange": [*range(1, 60), 125, *range(60, 90)]}
+    requests = [
+        # The target itself draws tokens that the drafter does not know, too.
+        Request(name, prompt, SamplingParams(temperature=1.0, seed=number), 60, ignore_eos=True)
+        for number, (name, prompt) in enumerate(prompts.items())
+    ]
+    engine = make_engine(target, MODEL, companion=companion, max_context=256, max_draft=4)
+    drafter, read = drafter_of(engine), []
+    original = drafter._read
+
+    def watching(rows: Any) -> Any:
+        read.extend(token for row in rows for token in row.token_ids)
+        return original(rows)
+
+    drafter._read = watching  # type: ignore[method-assign]
+    found = serve(engine, requests)
+    assert said(found) == said(serve(make_engine(target, max_context=256), requests))
+    assert max(token for reply in found.values() for token in reply.token_ids) >= 120 > max(read)
+    assert engine.scheduler.counters.drafted_tokens > 0 and not drafter._strangers
+
+
 def test_what_cannot_draft_is_refused(target: LoadedModel, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="name its path"):
         make_engine(target, MODEL)

@@ -34,6 +34,10 @@ _FRESH_STEPS = 512
 _DEBT_STEPS = 32
 """Drafting steps that share what the drafter took once to read a request's prompt."""
 
+_MOST_UNPAID = 512
+"""Plain steps' worth of reading that may bring no draft (replies that end before their prompt is read) before the
+bucket is left alone for _PROBE_EVERY times as long."""
+
 
 @dataclass(slots=True)
 class _Mean:
@@ -53,13 +57,28 @@ class _Mean:
 
 
 @dataclass(slots=True)
+class _Share:
+    """Running share of drafts that held, of those reached: from one half on a plain mean, later forgetting."""
+
+    value: float = 0.5
+    count: int = 1
+
+    def add(self, held: bool) -> None:
+        """One more draft."""
+        self.count += 1
+        self.value += (held - self.value) * max(_SMOOTHING / 4, 1.0 / self.count)
+
+
+@dataclass(slots=True)
 class _Bucket:
-    """One range of batch sizes. `acceptance[i]` is the share of drafts at position i that held, of those reached."""
+    """One range of batch sizes. `acceptance[i]` is about drafts at position i; `overhead` is what a drafting step
+    pays of the drafter's preparations."""
 
     length: int
     plain: _Mean = field(default_factory=_Mean)
     drafted: dict[int, _Mean] = field(default_factory=dict)
-    acceptance: list[float] = field(default_factory=list)
+    acceptance: list[_Share] = field(default_factory=list)
+    overhead: float = 0.0
     on: bool = True
     asked: int = 0
     since_other: int = 0
@@ -67,6 +86,7 @@ class _Bucket:
     probing: int = 0
     since_review: int = 0
     debt: float = 0.0
+    unpaid: float = 0.0
     clock: int = 0
 
     @property
@@ -82,20 +102,26 @@ class _Bucket:
         if known is not None and length != self.length and self.clock - known.seen_at > _FRESH_STEPS:
             known = None
         if known is not None and known.steps >= _LEAST_STEPS:
-            return known.tokens * self.plain.seconds / known.seconds if known.seconds > 0 else None
+            return self._rate(known.tokens, known.seconds)
         base = self.drafted.get(self.length)
         if base is None or base.steps < _LEAST_STEPS or len(self.acceptance) < min(length, self.length):
             return None
         # A step grows with its drafted rows: linear between no draft and the present length.
         seconds = self.plain.seconds + (base.seconds - self.plain.seconds) * length / self.length
-        tokens = base.tokens + self._expected(length) - self._expected(self.length)
+        # Rows that drafted nothing, or less than they might have, would do so at another length as well.
+        reach = min(1.0, (base.tokens - 1.0) / max(1e-9, self._expected(self.length) - 1.0))
+        return self._rate(1.0 + reach * (self._expected(length) - 1.0), seconds)
+
+    def _rate(self, tokens: float, seconds: float) -> float | None:
+        """Tokens per second over those of a plain step."""
+        seconds += self.overhead
         return tokens * self.plain.seconds / seconds if seconds > 0 else None
 
     def _expected(self, length: int) -> float:
         """Tokens of a row with `length` drafts; positions never drafted are taken to hold like the last known one."""
         total = reached = 1.0
         for i in range(length):
-            reached *= self.acceptance[min(i, len(self.acceptance) - 1)]
+            reached *= self.acceptance[min(i, len(self.acceptance) - 1)].value
             total += reached
         return total
 
@@ -103,11 +129,9 @@ class _Bucket:
         """(drafted, accepted) of each row."""
         for drafted, accepted in held:
             for i in range(min(drafted, accepted + 1)):
-                value = 1.0 if i < accepted else 0.0
-                if i < len(self.acceptance):
-                    self.acceptance[i] += (value - self.acceptance[i]) * _SMOOTHING / 4
-                else:
-                    self.acceptance.append(0.5 + (value - 0.5) * 0.5)
+                if i == len(self.acceptance):
+                    self.acceptance.append(_Share())
+                self.acceptance[i].add(i < accepted)
 
 
 class SpeculationControl:
@@ -184,14 +208,18 @@ class SpeculationControl:
         bucket.probing = max(0, bucket.probing - 1)
         if not drafted:
             bucket.plain.add(seconds)
+            bucket.unpaid += preparation
+            if preparation and bucket.unpaid > _MOST_UNPAID * bucket.plain.seconds:
+                self._leave_alone(bucket)
             return
+        bucket.unpaid = 0.0
         length = bucket.asked or min(self.limit(num_rows), bucket.length)
-        share = bucket.debt / _DEBT_STEPS
-        bucket.debt -= share
+        bucket.overhead = bucket.debt / _DEBT_STEPS
+        bucket.debt -= bucket.overhead
         tokens = num_tokens / num_rows
         bucket.clock += 1
         mean = bucket.drafted.setdefault(length, _Mean())
-        mean.add(seconds + share, tokens)
+        mean.add(seconds, tokens)
         mean.seen_at = bucket.clock
         bucket.note_acceptance(held)
         if bucket.plain.seconds > 0:
@@ -199,6 +227,15 @@ class SpeculationControl:
             bucket.probe_after = _PROBE_EVERY * _LEAST_STEPS * max(1.0, lost)
         self._switch(bucket)
         self._review(bucket, self.limit(num_rows))
+
+    def _leave_alone(self, bucket: _Bucket) -> None:
+        bucket.probe_after = _PROBE_EVERY * bucket.unpaid / bucket.plain.seconds
+        bucket.probing = bucket.since_other = 0
+        bucket.debt = max(0.0, bucket.debt - bucket.unpaid)
+        bucket.unpaid = 0.0
+        if bucket.on:
+            bucket.on = False
+            self.num_switches += 1
 
     def _switch(self, bucket: _Bucket) -> None:
         known = bucket.drafted.get(bucket.length)

@@ -16,7 +16,7 @@ _TOKEN_BITS = 32
 class _History:
     """Where each run of tokens of one request was last followed by something, and how its drafts fare."""
 
-    __slots__ = ("draft_length", "followers", "pause", "proposed", "proposed_at", "tokens")
+    __slots__ = ("draft_length", "followers", "pause", "proposed", "proposed_at", "source", "tokens")
 
     def __init__(self, longest: int) -> None:
         self.tokens: list[int] = []
@@ -25,11 +25,14 @@ class _History:
         self.pause = 0
         self.proposed: tuple[int, ...] = ()
         self.proposed_at = 0
+        self.source: int | None = None
 
     def extend(self, new: Sequence[int]) -> None:
         """Take in committed tokens; a run is filed once its follower is known."""
         tokens = self.tokens
         for token in new:
+            if self.source is not None:
+                self.source = self.source + 1 if tokens[self.source] == token else None
             for length, followers in zip(GRAM_LENGTHS, self.followers, strict=True):
                 if len(tokens) >= length:
                     followers[_key(tokens[-length:])] = len(tokens)
@@ -57,15 +60,26 @@ class _History:
         if self.pause:
             self.pause -= 1
             return ()
-        count = min(limit, self.draft_length)
+        if self.source is None:
+            self.source = self._find()
+            if self.source is None:
+                return ()
+        self.proposed = tuple(self.tokens[self.source : self.source + min(limit, self.draft_length)])
+        self.proposed_at = len(self.tokens)
+        return self.proposed
+
+    def _find(self) -> int | None:
+        """The place behind the newest run of tokens like the last ones.
+
+        A place found is kept for as long as what follows there comes true: then its run is longer than any that is
+        filed, and a newer place with the same few tokens before it proves nothing against it.
+        """
         for length, followers in zip(GRAM_LENGTHS, self.followers, strict=True):
             if len(self.tokens) >= length:
                 start = followers.get(_key(self.tokens[-length:]))
                 if start is not None:
-                    self.proposed = tuple(self.tokens[start : start + count])
-                    self.proposed_at = len(self.tokens)
-                    return self.proposed
-        return ()
+                    return start
+        return None
 
 
 class PromptLookup:

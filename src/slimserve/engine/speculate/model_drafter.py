@@ -58,7 +58,9 @@ class ModelDrafter:
         self._caches = caches
         self._sampler = sampler
         self._vocab_size = sampler.vocab_size
+        self._known_tokens = model.config.vocab_size
         self._followers: dict[str, _Follower] = {}
+        self._strangers: dict[str, Request] = {}
         most = MOST_READ + demand.max_sequences * (MAX_DRAFT_TOKENS + 1)
         # Two, because the host does not wait for the device between reading and drafting.
         self._reading, self._single = (
@@ -87,7 +89,11 @@ class ModelDrafter:
                 continue
             budget -= length if length > MAX_DRAFT_TOKENS + 1 else 0
             start = follower.sequence.committed
-            rows.append(InputRow(follower.sequence, start, tokens_of(requests[place], start, start + length)))
+            tokens = tokens_of(requests[place], start, start + length)
+            if max(tokens) >= self._known_tokens:
+                self._give_up(requests[place])
+                continue
+            rows.append(InputRow(follower.sequence, start, tokens))
             ready.append((place, follower))
         proposals: list[tuple[int, ...]] = [()] * len(requests)
         if not rows:
@@ -116,6 +122,8 @@ class ModelDrafter:
         """The follower of a request, its drafts that came true committed; None where it is past the drafter's range
         or has no memory here."""
         follower = self._followers.get(request.request_id)
+        if self._strangers.get(request.request_id) is request:
+            return None
         if request.num_tokens + MAX_DRAFT_TOKENS > self.cache.max_request_tokens:
             self.release(request.request_id)
             return None
@@ -134,6 +142,11 @@ class ModelDrafter:
             return None
         follower = self._followers[request.request_id] = _Follower(request, admission[0])
         return follower
+
+    def _give_up(self, request: Request) -> None:
+        """A request with a token that only the target knows: its table may be padded further than the drafter's."""
+        self.release(request.request_id)
+        self._strangers[request.request_id] = request
 
     def _settle(self, follower: _Follower) -> None:
         """Keep the entries of drafts that are now tokens of the reply; forget the others."""
@@ -192,6 +205,7 @@ class ModelDrafter:
 
     def release(self, request_id: str) -> None:
         """See Drafter."""
+        self._strangers.pop(request_id, None)
         follower = self._followers.pop(request_id, None)
         if follower is not None:
             self.cache.release(follower.sequence)
