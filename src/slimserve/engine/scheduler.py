@@ -376,7 +376,9 @@ class Scheduler:
         request = job.request
         kept, reason = self._until_end(request, result.token_ids)
         known = row.q_len - len(row.draft)
-        computed = known + min(result.num_accepted_drafts, kept)
+        # The last token of a reply is never computed without drafts: then it is not kept with them, so that both
+        # leave the same blocks behind.
+        computed = known + min(result.num_accepted_drafts, max(0, kept - 1))
         self._cache.commit(row.sequence, row.token_ids[:computed])
         request.num_computed += computed
         request.num_prompt_scored += len(result.prompt_logprobs)
