@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 import reference_outputs
-from speculation_rig import Reply, make_engine, said, serve
+from speculation_rig import Reply, ScriptedDrafter, make_engine, said, serve
 
 from slimserve.engine.build import check_vocabularies
 from slimserve.engine.config import DrafterKind
+from slimserve.engine.loop import Engine
 from slimserve.engine.request import Request, SamplingParams
 from slimserve.fetch import model_path
 from slimserve.measure.speculate_tasks import EDITED_FILE
@@ -45,8 +47,13 @@ def requests_of(loaded: LoadedModel, count: int, max_tokens: int) -> list[Reques
             prompt = text.encode(part + "\n\n# The same again:\n" + part[: len(part) // 3])
         else:
             prompt = text.encode_chat([{"role": "user", "content": f"Repeat this:\n{part}"}], None, {})
-        sampling = SamplingParams(temperature=0.0 if i % 3 else 1.0, top_p=0.95, top_k=20, seed=i, logprobs=1)
-        requests.append(Request(f"r{i}", prompt, sampling, max_tokens, ignore_eos=True))
+        sampling = SamplingParams(
+            temperature=0.0 if i % 3 else 1.0, top_p=0.95, top_k=20, seed=i, logprobs=1 if i % 4 < 3 else None,
+            repetition_penalty=1.05 if i % 5 == 4 else 1.0, frequency_penalty=0.1 if i % 7 == 6 else 0.0,
+            banned_token_ids=tuple(range(300, 320)) if i % 6 == 2 else (), min_tokens=9 if i % 8 < 2 else 0,
+        )  # fmt: skip
+        stops = frozenset(range(2000 * (i % 4), 2000 * (i % 4) + 900)) if i % 4 == 1 else frozenset()
+        requests.append(Request(f"r{i}", prompt, sampling, max_tokens, stop_token_ids=stops, ignore_eos=True))
     return requests
 
 
@@ -70,6 +77,27 @@ def test_small_model_alone_and_in_company(small: LoadedModel) -> None:
     for i in (0, 3):
         alone, _ = run(small, DrafterKind.LOOKUP, [requests[i]])
         assert alone[f"r{i}"] == plain[f"r{i}"]
+
+
+def test_small_model_preempted_and_with_any_drafts(small: LoadedModel) -> None:
+    requests = requests_of(small, 8, 14)
+    settings: dict[str, Any] = {"max_sequences": 8, "max_context": 512, "token_budget": 256, "max_draft": 5}
+    plain = serve(make_engine(small, prefix_caching=False, **settings), requests)
+    rng = random.Random(2)
+
+    def preempt(engine: Engine, step: int) -> None:
+        running = [job for job in engine.scheduler._running if job.sequence is not None]
+        if step % 4 == 3 and running:
+            engine.scheduler._preempt(rng.choice(running), {})
+
+    engine = make_engine(small, DrafterKind.LOOKUP, **settings)
+    assert said(serve(engine, requests, each_step=preempt)) == said(plain)
+    assert engine.scheduler.counters.num_preemptions > 1 < engine.scheduler.counters.accepted_tokens
+    for right in (0.0, 0.5, 1.0):
+        expected = {name: reply.token_ids for name, reply in plain.items()}
+        scripted = ScriptedDrafter(expected, right, vocab_size=small.model.config.vocab_size)
+        engine = make_engine(small, drafter=scripted, **settings)
+        assert said(serve(engine, requests)) == said(plain), f"{right:.0%} of the drafts are right"
 
 
 @pytest.mark.slow
