@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -49,6 +50,24 @@ class BuildReport:
     library: str | None
     built: bool
     note: str
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What this process did for its library: seconds of compiling (None: another run had built it), and where it is."""
+
+    library: Path | None = None
+    seconds: float | None = None
+
+    def describe(self) -> str:
+        """In words, for the lines of a start."""
+        if self.library is None:
+            return "none: torch references serve"
+        words = "reused from" if self.seconds is None else f"compiled in {self.seconds:.0f} s into"
+        return f"{words} {self.library.parent}"
+
+
+outcome = Outcome()
 
 
 def cache_folder() -> Path:
@@ -162,11 +181,13 @@ def ensure_library() -> Path:
             "install one, for example with: pip install ziglang."
         )
     target = library_path(compiler)
+    outcome.library, outcome.seconds = target, None
     if target.exists():
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
+        outcome.library = None
         raise RefusalError(
             f"{target.parent} cannot be written ({error}); set SLIMSERVE_CACHE to a folder of yours."
         ) from error
@@ -175,7 +196,13 @@ def ensure_library() -> Path:
     with FileLock(str(target.parent) + ".lock", timeout=_COMPILE_SECONDS):
         if not target.exists():
             print(f"Compiling the CPU kernels with {compiler.name} (once, about half a minute) ...", file=sys.stderr)
-            compile_library(compiler, target)
+            started = time.monotonic()
+            try:
+                compile_library(compiler, target)
+            except RefusalError:
+                outcome.library = None
+                raise
+            outcome.seconds = time.monotonic() - started
     return target
 
 

@@ -14,16 +14,14 @@ constexpr int DIRECT_ROWS = 2, WIDE_ROWS = 2;  // arrays instead of registers: m
 #endif
 constexpr int MAX_ROWS = DIRECT_ROWS > WIDE_ROWS ? DIRECT_ROWS : WIDE_ROWS;
 
-// out [T][16]: one panel times one tile.
-using TileFn = void (*)(const uint8_t* codes, const uint8_t* scales, const Part& part, int64_t groups,
-                        const ActTile& tile, float* out);
-using DecodeFn = void (*)(const uint8_t* codes, const uint8_t* scales, const Part& part, int64_t groups,
-                          uint8_t* out_codes, float* out_scales);
+// out [T][16]: one panel times one tile; `block_scale` is that of plain weights that have one per block.
+using TileFn = void (*)(const uint8_t* panel, const float* block_scale, int64_t groups, const ActTile& tile, float* out);
+using DecodeFn = void (*)(const uint8_t* panel, const Part& part, int64_t groups, uint8_t* out_codes, float* out_scales);
 
 // A format with `bits` 0 has no relayout: its rows stay as in the file and only `decode` reads them (kernels_raw.cpp);
-// there `part.panel_bytes` is the bytes of 16 rows, `scale_bytes` those of a file block, and `scales` is null.
+// there `part.panel_bytes` is the bytes of 16 rows and `unit_bytes` those of a file block.
 struct FormatKernels {
-  int bits, offset, group, unit, scale_bytes;
+  int bits, offset, group, unit, scale_bytes, unit_bytes;
   bool min, full;
   TileFn direct[DIRECT_ROWS + 1];
   DecodeFn decode;
@@ -45,25 +43,23 @@ const DecodedKernels& decoded_kernels(int group, bool min, bool full);
 TileFn plain_kernel(int format, int rows);        // F32, F16, BF16, F8, F8_BLOCK: null otherwise
 
 template <class Y, int T>
-void run_direct(const uint8_t* codes, const uint8_t* scales, const Part&, int64_t groups, const ActTile& tile,
-                float* out) {
+void run_direct(const uint8_t* panel, const float*, int64_t groups, const ActTile& tile, float* out) {
   F acc[HALVES][T];
   unroll<HALVES>(UNROLLED(h) { unroll<T>(UNROLLED(t) { acc[h][t] = f_zero(); }); });
-  tile_int<Y, T, HALVES>({codes, scales, 0, 0}, groups, tile, acc);
+  tile_int<Y, T, HALVES>({panel + Y::Scale::BYTES, panel, 0, 0}, groups, tile, acc);
   for (int t = 0; t < T; ++t)
     for (int h = 0; h < HALVES; ++h) f_store(out + t * ROWS + L * h, acc[h][t]);
 }
 
 template <class Y>
-void run_decode(const uint8_t* codes, const uint8_t* scales, const Part&, int64_t groups, uint8_t* out_codes,
-                float* out_scales) {
-  decode_panel<Y>(codes, scales, groups, out_codes, out_scales);
+void run_decode(const uint8_t* panel, const Part&, int64_t groups, uint8_t* out_codes, float* out_scales) {
+  decode_panel<Y>(panel, groups, out_codes, out_scales);
 }
 
 template <class Y, int... T>
 FormatKernels make_kernels(std::integer_sequence<int, T...>) {
   using S = typename Y::Scale;
-  return {Y::BITS, Y::OFFSET, S::GROUP, S::UNIT, S::BYTES, S::MIN, Y::FULL,
+  return {Y::BITS, Y::OFFSET, S::GROUP, S::UNIT, S::BYTES, Y::UNIT_BYTES, S::MIN, Y::FULL,
           {nullptr, run_direct<Y, T + 1>...}, run_decode<Y>};
 }
 template <class Y>

@@ -40,11 +40,10 @@ const DecodedKernels& decoded_of() {
 }
 
 template <class W, int T, bool PER_BLOCK>
-void run_plain(const uint8_t* codes, const uint8_t* scales, const Part&, int64_t groups, const ActTile& tile,
-               float* out) {
+void run_plain(const uint8_t* panel, const float* block_scale, int64_t groups, const ActTile& tile, float* out) {
   for (int h = 0; h < HALVES; ++h) {
     F acc[T];
-    tile_plain<W, T, PER_BLOCK>(codes, (const float*)scales, h, groups, tile, acc);
+    tile_plain<W, T, PER_BLOCK>(panel, block_scale, h, groups, tile, acc);
     for (int t = 0; t < T; ++t) f_store(out + t * ROWS + L * h, acc[t]);
   }
 }

@@ -205,8 +205,7 @@ struct Tq2 {
 };
 
 template <class B>
-void decode_rows(const uint8_t* data, const uint8_t*, const Part& part, int64_t groups, uint8_t* codes,
-                 float* scales) {
+void decode_rows(const uint8_t* data, const Part& part, int64_t groups, uint8_t* codes, float* scales) {
   const int64_t row_bytes = part.panel_bytes / ROWS, blocks = groups / 8;
   constexpr int PER = 256 / B::GROUP;
   for (int row = 0; row < ROWS; ++row) {
@@ -223,7 +222,7 @@ void decode_rows(const uint8_t* data, const uint8_t*, const Part& part, int64_t 
 
 template <class B>
 const FormatKernels* raw_of() {
-  static const FormatKernels k = {0, OFFSET, B::GROUP, 256, B::BYTES, false, false, {nullptr}, decode_rows<B>};
+  static const FormatKernels k = {0, OFFSET, B::GROUP, 256, 0, B::BYTES, false, false, {nullptr}, decode_rows<B>};
   return &k;
 }
 

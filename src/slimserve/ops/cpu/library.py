@@ -30,7 +30,7 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "slim_threads": ([], _I),
     "slim_isa": ([], ctypes.c_char_p),
     "slim_set_grid": ([_I, _P], None),
-    "slim_panel_bytes": ([_I, _L, _P], _L),
+    "slim_panel_bytes": ([_I, _L], _L),
     "slim_relayout": ([_I, _P, _L, _P, _L, _L, _L, _P], None),
     "slim_advise": ([_P, _L], None),
     "slim_panel_rows": ([_P, _P, _L, _P, _I], None),

@@ -34,9 +34,9 @@ void store(const Part& part, int64_t panel, const float* acc, int64_t first_row,
   }
 }
 
-const uint8_t* plain_scales(const Part& part, int64_t panel) {
+const float* plain_scales(const Part& part, int64_t panel) {
   if (part.block_scale == nullptr) return nullptr;
-  return (const uint8_t*)(part.block_scale + panel * ROWS / 128 * ((part.columns + 127) / 128));
+  return part.block_scale + panel * ROWS / 128 * ((part.columns + 127) / 128);
 }
 
 void multiply_direct(const Part& part, const FormatKernels* k, const Activations& x, int64_t first, int64_t last,
@@ -46,8 +46,7 @@ void multiply_direct(const Part& part, const FormatKernels* k, const Activations
   const int width = x.tile_rows(0);
   const TileFn run = k->direct[width];
   for (int64_t panel = first; panel < last; ++panel) {
-    const uint8_t* data = part.data + panel * part.panel_bytes;
-    run(data, data + part.scale_offset, part, x.groups(), tile, acc);
+    run(part.data + panel * part.panel_bytes, nullptr, x.groups(), tile, acc);
     store(part, panel, acc, 0, width, out);
   }
 }
@@ -58,7 +57,7 @@ void multiply_plain(const Part& part, const Activations& x, int64_t first, int64
     const uint8_t* data = part.data + panel * part.panel_bytes;
     for (int64_t i = 0; i < x.tiles(); ++i) {
       const int width = x.tile_rows(i);
-      plain_kernel(part.format, width)(data, plain_scales(part, panel), part, x.groups(), x.view(i, 32, 0), acc);
+      plain_kernel(part.format, width)(data, plain_scales(part, panel), x.groups(), x.view(i, 32, 0), acc);
       store(part, panel, acc, i * x.width(), width, out);
     }
   }
@@ -79,13 +78,10 @@ struct Block {
   uint8_t *codes, *scales;
 
   void decode(int64_t panel, int64_t index, int64_t g, int64_t count) const {
-    const uint8_t* data = part.data + panel * part.panel_bytes;
-    const int64_t unit = g * 32 / k.unit;
+    const uint8_t* data = part.data + panel * part.panel_bytes + g * 32 / k.unit * k.unit_bytes;
     Part own = part;
     own.rows = part.rows - panel * ROWS;  // raw rows past the end must not be read
-    const bool raw = k.bits == 0;
-    k.decode(data + (raw ? unit * k.scale_bytes : g * 64 * k.bits), data + part.scale_offset + unit * k.scale_bytes, own,
-             count, codes + index * PIECE * 512, (float*)(scales + index * PIECE * scale_bytes));
+    k.decode(data, own, count, codes + index * PIECE * 512, (float*)(scales + index * PIECE * scale_bytes));
   }
 
   void run(int64_t first, int64_t panels, int64_t tile0, int64_t tile1, float* acc) const {

@@ -1,6 +1,7 @@
 // The panel layout: how a packed weight [N, K] lies in memory while it serves.
 //
-// A panel is 16 output rows. Its codes come first, then its scales; the bits are those of the file, in another order.
+// A panel is 16 output rows: one stream of units of K (32 to 256 elements), each its scales, then its codes, so that
+// whoever multiplies reads memory in order. The bits are those of the file, in another order.
 // Codes: K is cut into groups of 32. A group is a few planes of 64 bytes; byte 4 * row + c of "vector" j (0..7) is the
 // code of element 4 * j + c of the group. Planes pack those eight vectors by bit width:
 //   P8: vector j is plane j;   P4: vectors j and j + 4 are the low and high nibbles of plane j;
@@ -8,7 +9,7 @@
 // 5-bit codes are P4 then P1, 6-bit codes P4 then P2, 3-bit codes P2 then P1. One load gives 16 rows x 4 elements to
 // the dot-product instruction, whose accumulator lanes are the 16 outputs: no horizontal sums, one order over K for
 // any number of activation rows.
-// Scales: per unit of K (32 or 256 elements) the fields of the file's block, each stored for the 16 rows side by side.
+// Scales: the fields of the file's block, which is the unit, each stored for the 16 rows side by side.
 #pragma once
 #include "simd.h"
 
@@ -32,7 +33,6 @@ struct Part {
   const float* row_scale;
   const float* bias;
   int64_t panel_bytes;
-  int64_t scale_offset;
   int64_t rows;
   int64_t columns;
   int64_t out_column;
@@ -229,6 +229,10 @@ struct Layout {
   static constexpr int BITS = BITS_, OFFSET = OFFSET_;
   using Scale = SCALE_;
   using Code = Codes<BITS>;
+  // From unit to unit: one stream in a panel, two in decoded panels.
+  static constexpr int CODE_BYTES = Scale::UNIT / 32 * Code::GROUP_BYTES, UNIT_BYTES = Scale::BYTES + CODE_BYTES;
+  static constexpr int CODE_STRIDE = IN_CACHE ? CODE_BYTES : UNIT_BYTES;
+  static constexpr int SCALE_STRIDE = IN_CACHE ? Scale::BYTES : UNIT_BYTES;
   static constexpr bool FULL = OFFSET == 128;
   static constexpr bool HAS_TABLE = TABLE_ != nullptr;
   static INLINE I table() {

@@ -29,15 +29,22 @@ namespace {
 constexpr int64_t MAX_TASKS = (1 << 20) - 1;
 constexpr auto SPIN = std::chrono::microseconds(200);
 
-// claim = epoch << 40 | next task << 20 | number of tasks. A successful compare-and-swap proves that the job of that
-// epoch still has an unfinished task, so its function and context may be read after it, not before.
-struct Pool {
+// Every thread owns a range of tasks that lie side by side, so that it reads weights as one stream; who has finished
+// its own takes tasks from others. A range is epoch << 40 | next task << 20 | end. A successful compare-and-swap
+// proves that the job of that epoch still has an unfinished task, so its function and context may be read after it,
+// not before.
+struct alignas(64) Range {
   std::atomic<uint64_t> claim{0};
-  std::atomic<int64_t> finished{0};
-  void (*run)(void*, int64_t) = nullptr;
-  void* context = nullptr;
+};
+
+struct Pool {
+  std::vector<Range> ranges;
+  alignas(64) std::atomic<uint64_t> epoch{0};  // counts jobs
   std::atomic<int> sleepers{0};
   std::atomic<bool> stop{false};
+  void (*run)(void*, int64_t) = nullptr;
+  void* context = nullptr;
+  alignas(64) std::atomic<int64_t> finished{0};
   std::mutex mutex;
   std::condition_variable wake;
   std::vector<std::thread> workers;
@@ -45,41 +52,67 @@ struct Pool {
 
   static bool available(uint64_t c) { return ((c >> 20) & MAX_TASKS) < (c & MAX_TASKS); }
 
-  bool work() {
-    uint64_t c = claim.load(std::memory_order_acquire);
-    bool any = false;
-    while (available(c)) {
-      if (!claim.compare_exchange_weak(c, c + (1ull << 20), std::memory_order_acq_rel, std::memory_order_acquire))
-        continue;
-      run(context, (int64_t)((c >> 20) & MAX_TASKS));
-      finished.fetch_add(1, std::memory_order_release);
-      any = true;
-      c = claim.load(std::memory_order_acquire);
+  void work(size_t self) {
+    for (size_t i = 0; i < ranges.size(); ++i) {
+      std::atomic<uint64_t>& claim = ranges[(self + i) % ranges.size()].claim;
+      uint64_t c = claim.load(std::memory_order_acquire);
+      while (available(c)) {
+        if (!claim.compare_exchange_weak(c, c + (1ull << 20), std::memory_order_acq_rel, std::memory_order_acquire))
+          continue;
+        run(context, (int64_t)((c >> 20) & MAX_TASKS));
+        finished.fetch_add(1, std::memory_order_release);
+        c = claim.load(std::memory_order_acquire);
+      }
     }
-    return any;
   }
 
-  void loop() {
+  void loop(size_t self) {
+    uint64_t seen = 0;
     while (!stop.load(std::memory_order_relaxed)) {
-      auto since = std::chrono::steady_clock::now();
+      const auto since = std::chrono::steady_clock::now();
+      bool ready = false;
       while (!stop.load(std::memory_order_relaxed)) {
-        if (work()) since = std::chrono::steady_clock::now();
-        bool ready = false;
         for (int i = 0; i < 32 && !ready; ++i) {
+          ready = epoch.load(std::memory_order_acquire) != seen;
           PAUSE();
-          ready = available(claim.load(std::memory_order_acquire));
         }
-        if (!ready && std::chrono::steady_clock::now() - since > SPIN) break;
+        if (ready || std::chrono::steady_clock::now() - since > SPIN) break;
       }
-      std::unique_lock<std::mutex> lock(mutex);
-      sleepers.fetch_add(1);
-      wake.wait(lock, [&] { return stop.load() || available(claim.load()); });
-      sleepers.fetch_sub(1);
+      if (!ready) {
+        std::unique_lock<std::mutex> lock(mutex);
+        sleepers.fetch_add(1);
+        wake.wait(lock, [&] { return stop.load() || epoch.load() != seen; });
+        sleepers.fetch_sub(1);
+      }
+      seen = epoch.load(std::memory_order_acquire);
+      work(self);
     }
   }
 
   void start(int threads) {
-    for (int i = 1; i < threads; ++i) workers.emplace_back([this] { loop(); });
+    ranges = std::vector<Range>((size_t)threads);
+    for (int i = 1; i < threads; ++i) workers.emplace_back([this, i] { loop((size_t)i); });
+  }
+
+  // Runs all tasks; the caller is thread 0. One job at a time: `caller` is locked.
+  void drive(int64_t tasks) {
+    finished.store(0, std::memory_order_relaxed);
+    const uint64_t job = epoch.load(std::memory_order_relaxed) + 1;
+    const int64_t threads = (int64_t)ranges.size();
+    for (int64_t i = 0; i < threads; ++i) {
+      const uint64_t first = (uint64_t)(tasks * i / threads), end = (uint64_t)(tasks * (i + 1) / threads);
+      ranges[(size_t)i].claim.store(job << 40 | first << 20 | end, std::memory_order_release);
+    }
+    epoch.store(job, std::memory_order_seq_cst);
+    if (sleepers.load(std::memory_order_seq_cst) > 0) {
+      { std::lock_guard<std::mutex> lock(mutex); }
+      wake.notify_all();
+    }
+    work(0);
+    for (int spins = 0; finished.load(std::memory_order_acquire) < tasks; ++spins) {
+      if (spins < 4096) PAUSE();
+      else sched_yield();
+    }
   }
 
   void end() {
@@ -142,18 +175,7 @@ void pool_run(int64_t tasks, void (*run)(void*, int64_t), void* context) {
   }
   p->run = run;
   p->context = context;
-  p->finished.store(0, std::memory_order_relaxed);
-  const uint64_t epoch = (p->claim.load(std::memory_order_relaxed) >> 40) + 1;
-  p->claim.store(epoch << 40 | (uint64_t)tasks, std::memory_order_seq_cst);
-  if (p->sleepers.load(std::memory_order_seq_cst) > 0) {
-    { std::lock_guard<std::mutex> lock(p->mutex); }
-    p->wake.notify_all();
-  }
-  p->work();
-  for (int spins = 0; p->finished.load(std::memory_order_acquire) < tasks; ++spins) {
-    if (spins < 4096) PAUSE();
-    else sched_yield();
-  }
+  p->drive(tasks);
 }
 
 void* scratch(int slot, size_t bytes) {

@@ -1,5 +1,6 @@
-// A small persistent thread pool: workers spin for a moment, then sleep. Tasks are claimed one by one, so a thread
-// that the system took away costs one task only; which thread computes a task never changes the task's bits.
+// A small persistent thread pool: workers spin for a moment, then sleep. Every thread claims the tasks of its own range
+// one by one, then those of others, so a thread that the system took away costs one task only; which thread computes a
+// task never changes the task's bits.
 #pragma once
 #include <cstddef>
 #include <cstdint>

@@ -174,7 +174,7 @@ struct Side {
 };
 
 void relayout_panel(int format, const FormatKernels& k, const uint8_t* rows, int64_t row_stride, const Side& side,
-                    int64_t num_rows, int64_t columns, uint8_t* out, int64_t scale_offset) {
+                    int64_t num_rows, int64_t columns, uint8_t* out) {
   const Shape& shape = *shape_of(format);
   const int64_t blocks = columns / shape.block, group_bytes = 64 * k.bits;
   for (int64_t row = 0; row < num_rows; ++row) {
@@ -183,9 +183,9 @@ void relayout_panel(int format, const FormatKernels& k, const uint8_t* rows, int
       const uint8_t* b = source + block * shape.bytes;
       uint8_t codes[256];
       block_codes(format, b, codes);
+      uint8_t* s = out + block * k.unit_bytes;
       for (int g = 0; g < shape.block / 32; ++g)
-        put_group(k.bits, codes + 32 * g, (int)row, out + (block * (shape.block / 32) + g) * group_bytes);
-      uint8_t* s = out + scale_offset + block * k.scale_bytes;
+        put_group(k.bits, codes + 32 * g, (int)row, s + k.scale_bytes + g * group_bytes);
       for (int f = 0; f < shape.num_fields; ++f) {
         const Field& field = shape.fields[f];
         for (int i = 0; i < field.count; ++i) {
@@ -207,25 +207,22 @@ void relayout_panel(int format, const FormatKernels& k, const uint8_t* rows, int
 
 extern "C" {
 
-// Bytes of one panel and where its scales start; 0 for raw formats (16 rows of the file) and -1 for unknown ones.
-int64_t slim_panel_bytes(int format, int64_t columns, int64_t* scale_offset) {
+// Bytes of one panel; 0 for raw formats (16 rows of the file) and -1 for unknown ones.
+int64_t slim_panel_bytes(int format, int64_t columns) {
   using namespace slim;
-  *scale_offset = 0;
   const int64_t groups = (columns + 31) / 32;
   if (plain_kernel(format, 1) != nullptr) return groups * 32 * ROWS * plain_bytes(format);
   const FormatKernels* k = packed_kernels(format);
   if (k == nullptr || columns <= 0 || columns % k->unit != 0) return -1;
   if (k->bits == 0) return 0;
-  *scale_offset = groups * 64 * k->bits;
-  return (*scale_offset + columns / k->unit * k->scale_bytes + 63) / 64 * 64;
+  return (columns / k->unit * k->unit_bytes + 63) / 64 * 64;
 }
 
 // rows [N] of `row_stride` bytes -> panels at `out` (whole panels; rows past N and padding become zero bytes).
 void slim_relayout(int format, const uint8_t* rows, int64_t row_stride, const uint8_t* side, int64_t side_stride,
                    int64_t num_rows, int64_t columns, uint8_t* out) {
   using namespace slim;
-  int64_t scale_offset = 0;
-  const int64_t panel_bytes = slim_panel_bytes(format, columns, &scale_offset);
+  const int64_t panel_bytes = slim_panel_bytes(format, columns);
   if (panel_bytes <= 0) return;
   const FormatKernels* k = packed_kernels(format);
   const int64_t panels = (num_rows + ROWS - 1) / ROWS, per_task = panels / 64 + 1;
@@ -239,7 +236,7 @@ void slim_relayout(int format, const uint8_t* rows, int64_t row_stride, const ui
         relayout_plain(format, from, row_stride, count, columns, to);
       } else {
         relayout_panel(format, *k, from, row_stride, {side + panel * ROWS * side_stride, side_stride}, count, columns,
-                       to, scale_offset);
+                       to);
       }
     }
   });
@@ -283,7 +280,7 @@ void slim_panel_rows(const slim::Part* part, const int64_t* ids, int64_t count, 
       float* scales = (float*)scratch(4, (size_t)(groups * per * ROWS * 4));
       Part one = *part;
       one.rows = 1;
-      k->decode(data + row * (part->panel_bytes / ROWS), nullptr, one, groups, codes, scales);
+      k->decode(data + row * (part->panel_bytes / ROWS), one, groups, codes, scales);
       for (int64_t e = 0; e < columns; ++e) {
         const int code = codes[e / 4 * 64 + e % 4] - k->offset;
         write_value(y, i * columns + e, y_type, scales[e / k->group * ROWS] * (float)code * row_scale);
@@ -292,7 +289,7 @@ void slim_panel_rows(const slim::Part* part, const int64_t* ids, int64_t count, 
     }
     uint8_t* codes = (uint8_t*)scratch(3, (size_t)(groups * 512));
     float* scales = (float*)scratch(4, (size_t)(groups * per * words * ROWS * 4));
-    k->decode(data, data + part->scale_offset, *part, groups, codes, scales);
+    k->decode(data, *part, groups, codes, scales);
     for (int64_t e = 0; e < columns; ++e) {
       const int code = codes[e / 4 * 64 + 4 * row + e % 4] - k->offset;
       const float* s = scales + (e / k->group * words) * ROWS + row;
@@ -308,8 +305,7 @@ void slim_file_rows(int format, const uint8_t* rows, int64_t row_stride, int64_t
                     const int64_t* ids, int64_t count, void* y, int y_type) {
   using namespace slim;
   const int size = plain_bytes(format);
-  int64_t scale_offset = 0;
-  const int64_t panel_bytes = slim_panel_bytes(format, columns, &scale_offset);
+  const int64_t panel_bytes = slim_panel_bytes(format, columns);
   if (panel_bytes < 0) return;
   const FormatKernels* k = packed_kernels(format);
   for (int64_t i = 0; i < count; ++i) {
@@ -325,13 +321,12 @@ void slim_file_rows(int format, const uint8_t* rows, int64_t row_stride, int64_t
     part.format = format;
     part.rows = 1;
     part.columns = columns;
-    part.scale_offset = scale_offset;
     part.data = row;
     part.panel_bytes = row_stride * ROWS;
     if (k->bits != 0) {
       uint8_t* panel = (uint8_t*)scratch(5, (size_t)panel_bytes);
       std::memset(panel, 0, (size_t)panel_bytes);
-      relayout_panel(format, *k, row, row_stride, {nullptr, 0}, 1, columns, panel, scale_offset);
+      relayout_panel(format, *k, row, row_stride, {nullptr, 0}, 1, columns, panel);
       part.data = panel;
       part.panel_bytes = panel_bytes;
     }

@@ -24,8 +24,8 @@ struct ActTile {
   }
 };
 
-// Bytes ahead of the codes in use: hardware prefetch stops at pages of 4 KB (measured with measure.kernels_cpu).
-constexpr int PREFETCH = 2048;
+// Bytes ahead of the stream in use: hardware prefetch stops at pages of 4 KB (measured with measure.kernels_cpu).
+constexpr int PREFETCH = 8192;
 
 // P sets of L outputs side by side, so that one broadcast of activations serves P products. Set p is panel p of a
 // decoded pair where L = 16, and half p of the one panel where L = 8.
@@ -47,11 +47,15 @@ INLINE void tile_int(const Sets& sets, int64_t groups, const ActTile& a, F (*acc
   const int8_t* q = a.q;
   for (int64_t unit = 0; unit < groups / UG; ++unit) {
     ScaleBuffer b[P];
-    unroll<P>(UNROLLED(p) { S::load(sets.scale(p) + unit * S::BYTES, Sets::half(p), b[p]); });
+    unroll<P>(UNROLLED(p) { S::load(sets.scale(p) + unit * Y::SCALE_STRIDE, Sets::half(p), b[p]); });
+    if constexpr (!Y::IN_CACHE)
+      unroll<(S::BYTES + 63) / 64>(UNROLLED(i) {
+        __builtin_prefetch(sets.scales + unit * Y::SCALE_STRIDE + PREFETCH + 64 * i);
+      });
     for (int ug = 0; ug < UG; ++ug) {
       const int64_t g = unit * UG + ug;
       typename Y::Code c[P];
-      unroll<P>(UNROLLED(p) { c[p].p = sets.code(p) + g * Y::Code::GROUP_BYTES; });
+      unroll<P>(UNROLLED(p) { c[p].p = sets.code(p) + unit * Y::CODE_STRIDE + ug * Y::Code::GROUP_BYTES; });
       if constexpr (!Y::IN_CACHE)
         unroll<Y::Code::GROUP_BYTES / 64>(UNROLLED(i) { __builtin_prefetch(c[0].p + PREFETCH + 64 * i); });
       F sum[P][T];
@@ -179,15 +183,15 @@ INLINE void tile_plain(const uint8_t* data, const float* block_scale, int h, int
 
 // Writes all codes of a panel as P8 (table applied) and its scales as float32, in the form ScaleDecoded reads.
 template <class Y>
-INLINE void decode_panel(const uint8_t* codes, const uint8_t* scales, int64_t groups,
-                         uint8_t* out_codes, float* out_scales) {
+INLINE void decode_panel(const uint8_t* panel, int64_t groups, uint8_t* out_codes, float* out_scales) {
   using S = typename Y::Scale;
   constexpr int UG = S::UNIT / 32, PER = 32 / S::GROUP, WORDS = S::MIN ? 2 : 1;
   const I table = Y::table();
   for (int h = 0; h < HALVES; ++h) {
     for (int64_t unit = 0; unit < groups / UG; ++unit) {
       ScaleBuffer b;
-      S::load(scales + unit * S::BYTES, h, b);
+      const uint8_t* at = panel + unit * Y::UNIT_BYTES;
+      S::load(at, h, b);
       for (int i = 0; i < UG * PER; ++i) {
         float* f = out_scales + (unit * UG * PER + i) * WORDS * ROWS + L * h;
         f_store(f, b.s[i]);
@@ -195,7 +199,7 @@ INLINE void decode_panel(const uint8_t* codes, const uint8_t* scales, int64_t gr
       }
       for (int ug = 0; ug < UG; ++ug) {
         const int64_t g = unit * UG + ug;
-        typename Y::Code c{codes + g * Y::Code::GROUP_BYTES + 4 * L * h};
+        typename Y::Code c{at + S::BYTES + ug * Y::Code::GROUP_BYTES + 4 * L * h};
         unroll<8>(UNROLLED(j) {
           I v = c.template vec<j>();
           if constexpr (Y::HAS_TABLE) v = i_table16(table, v);

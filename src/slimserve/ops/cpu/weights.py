@@ -28,7 +28,6 @@ class Part(ctypes.Structure):
         ("row_scale", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("panel_bytes", ctypes.c_int64),
-        ("scale_offset", ctypes.c_int64),
         ("rows", ctypes.c_int64),
         ("columns", ctypes.c_int64),
         ("out_column", ctypes.c_int64),
@@ -58,7 +57,7 @@ def refuses(format_name: str, columns: int) -> str | None:
     code = _SIDE_FORMATS.get(format_name, fmt.type_id if fmt is not None else None)
     if code is None:
         return f"no {format_name} kernel"
-    if load().slim_panel_bytes(code, columns, ctypes.byref(ctypes.c_int64())) < 0:
+    if load().slim_panel_bytes(code, columns) < 0:
         return f"no {format_name} kernel for K = {columns}"
     return None
 
@@ -102,8 +101,7 @@ class PanelWeight:
         if code is None:
             raise ValueError(f"{packed.name}: the CPU kernels have no format {packed.format.name}")
         library = load()
-        offset = ctypes.c_int64()
-        panel_bytes = int(library.slim_panel_bytes(code, columns, ctypes.byref(offset)))
+        panel_bytes = int(library.slim_panel_bytes(code, columns))
         if panel_bytes < 0:
             raise ValueError(f"{packed.name}: {packed.format.name} has no kernel for K = {columns}")
         self.part = Part(rows=rows, columns=columns, format=code)
@@ -128,7 +126,6 @@ class PanelWeight:
             )
         self.part.data = self.data.data_ptr()
         self.part.panel_bytes = panel_bytes
-        self.part.scale_offset = offset.value
         if self.row_scale is not None:
             self.part.row_scale = self.row_scale.data_ptr()
         if self.block_scale is not None:
