@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import struct
 from pathlib import Path
@@ -10,10 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from nano_models import PACKAGED, QWEN
 
 from slimserve.errors import FormatError, UsageError
+from slimserve.weights.chat_template import chat_template_from_folder
 from slimserve.weights.safetensors import DTYPES, INDEX_NAME, SafetensorsFolder
 from slimserve.weights.safetensors_write import StoredPlan, write_safetensors
+from slimserve.weights.source import open_source
+from slimserve.weights.tokenizer import tokenizer_from_folder
 
 
 def small_tensors() -> dict[str, torch.Tensor]:
@@ -150,6 +155,54 @@ def test_absent_paths(tmp_path: Path) -> None:
         SafetensorsFolder.open(tmp_path / "absent")
     with pytest.raises(UsageError, match="holds no safetensors file"):
         SafetensorsFolder.open(tmp_path)
+
+
+COMPANIONS = [
+    "config.json",
+    INDEX_NAME,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "chat_template.json",
+    "chat_template.jinja",
+]
+"""Every small file of a model folder that anything reads."""
+
+
+def open_everything(folder: Path) -> None:
+    """What loading reads of a folder besides its tensors."""
+    source = open_source(folder)
+    tokenizer = tokenizer_from_folder(source.folder)
+    chat_template_from_folder(source.folder, tokenizer)
+
+
+def nano_folder(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    for file in (PACKAGED / QWEN).iterdir():
+        (tmp_path / "model" / file.name).symlink_to(file)
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "endless"])
+@pytest.mark.parametrize("name", COMPANIONS)
+@pytest.mark.timeout(60)
+def test_companions_that_are_no_files(tmp_path: Path, name: str, kind: str) -> None:
+    folder = nano_folder(tmp_path)
+    (folder / name).unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(folder / name)
+    elif kind == "device":
+        (folder / name).symlink_to("/dev/zero")
+    elif kind == "folder":
+        (folder / name).mkdir()
+    else:
+        (folder / name).touch()
+        os.truncate(folder / name, 1 << 40)
+    words = {"folder": "cannot be read: it is a folder", "endless": "more than the"}.get(kind, "is not a regular file")
+    with pytest.raises((FormatError, UsageError), match=words) as raised:
+        open_everything(folder)
+    assert name in str(raised.value)
 
 
 def entry(dtype: Any = "F32", shape: Any = (2,), span: Any = (0, 8)) -> dict[str, Any]:

@@ -398,9 +398,9 @@ def _status(
     if changed:
         return Status.IN_PROGRESS, f"changed by {', '.join(changed)}: no longer the recorded configuration"
     wanted = _hash(record.name, entry, record.model.files, settings)
-    evidence, reason = find_evidence(load_evidence(record.name), entry.name, wanted)
+    evidence, reason = find_evidence(load_evidence(record.name), entry.name, wanted, record.qualify.gates)
     if evidence is not None:
-        return Status.SUPPORTED, f"{reason} ({evidence.path.name})"
+        return Status.SUPPORTED, reason
     if entry.stage.value == Status.REFERENCE.value:
         return Status.REFERENCE, "figures recorded elsewhere, not reproduced here"
     return Status.IN_PROGRESS, reason
@@ -474,11 +474,11 @@ def _ad_hoc(path: Path, flags: Mapping[str, Any], machine: Hardware, device: str
 def _has_template(path: Path) -> bool:
     """Whether the model carries a chat template."""
     from slimserve.weights.source import Container, open_source
+    from slimserve.weights.tokenizer.hf_json import read_json
 
     source = open_source(path)
     if source.container is Container.GGUF:
         return bool(source.metadata.get("tokenizer.chat_template"))
     if (source.folder / "chat_template.jinja").exists() or (source.folder / "chat_template.json").exists():
         return True
-    config = source.folder / "tokenizer_config.json"
-    return config.exists() and '"chat_template"' in config.read_text(encoding="utf-8", errors="replace")
+    return "chat_template" in (read_json(source.folder / "tokenizer_config.json") or {})

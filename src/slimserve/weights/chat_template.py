@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ import jinja2.meta
 
 from slimserve.errors import FormatError, RequestError
 from slimserve.weights.chat_sandbox import ChatEnvironment, TemplateLimitError, limits
+from slimserve.weights.small_file import read_small_file
 from slimserve.weights.tokenizer.base import Tokenizer
 from slimserve.weights.tokenizer.hf_json import read_json
 from slimserve.weights.tokenizer.prompt import LookAlikeGuard, Marking, RenderedPrompt
@@ -383,8 +385,6 @@ def chat_template_from_folder(folder: str | Path, tokenizer: Tokenizer) -> ChatT
     files = {"default": folder / "chat_template.jinja"}
     files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     for name, path in files.items():
-        if path.is_file():
-            if path.stat().st_size > 4 * _MAX_SOURCE:
-                raise FormatError(f"{path}: a chat template of {path.stat().st_size:,} bytes is too long")
-            templates[name] = path.read_text(encoding="utf-8", errors="replace")
+        with contextlib.suppress(FileNotFoundError):
+            templates[name] = read_small_file(path, 4 * _MAX_SOURCE).decode("utf-8", "replace")
     return _build(templates, tokenizer)

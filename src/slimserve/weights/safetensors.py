@@ -20,6 +20,7 @@ from slimserve.errors import FormatError, UsageError
 from slimserve.quant.formats import PLAIN_DTYPES, find_format
 from slimserve.quant.tensor import PackedTensor
 from slimserve.weights.mapped import MappedFile, describe_foreign
+from slimserve.weights.small_file import read_small_file
 
 MAX_HEADER_BYTES = 48 << 20
 """A header becomes about five times its size once parsed."""
@@ -91,11 +92,8 @@ def parse_json_object(raw: bytes, where: str) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in the file `path`; UsageError when it cannot be read, FormatError when it is damaged."""
     try:
-        size = path.stat().st_size
-        if size > MAX_HEADER_BYTES:
-            raise FormatError(f"{path} has {size} bytes, more than the {MAX_HEADER_BYTES >> 20} MiB that are possible")
-        raw = path.read_bytes()
-    except OSError as error:
+        raw = read_small_file(path, MAX_HEADER_BYTES)
+    except FileNotFoundError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
     if raw.startswith(b"version https://git-lfs"):
         raise FormatError(f"{path} is {describe_foreign(raw[:64])}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ import numpy as np
 from tokenizers import Tokenizer as RustTokenizer
 
 from slimserve.errors import FormatError, RefusalError
+from slimserve.weights.small_file import read_small_file
 from slimserve.weights.tokenizer.byte_level import splitter
 from slimserve.weights.tokenizer.hf_json import JsonTokenizer, read_json, tokenizer_from_folder
 from slimserve.weights.tokenizer.pretokenizers import PRE_TOKENIZERS
 
 _END_KEYS = ("eos", "eot", "eom")
+_MAX_TEMPLATE_BYTES = 4 << 20
 _PROBE = (
     "Hello world! It's 12345 o'clock, isn't it? I'LL say: we've done 3.14%\n\n  \tdef f(x_1):\n        return x**2 #\n"
     "\r\n   leading spaces,trailing   \n'tis ÄÖÜ naïve café Ünïcödé Привет, мир! 你好，世界 ١٢٣ 12٣4 e\u0301a\u0300 "
@@ -72,8 +75,8 @@ def _pre_tokenizer(path: Path, ignore_merges: bool) -> str:
 def _template(folder: Path) -> str | None:
     """The chat template: a file of its own, or a string of tokenizer_config.json."""
     path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
+    with contextlib.suppress(FileNotFoundError):
+        return read_small_file(path, _MAX_TEMPLATE_BYTES).decode("utf-8", "replace")
     stated = read_json(folder / "tokenizer_config.json").get("chat_template")
     if stated is None or isinstance(stated, str):
         return stated

@@ -11,8 +11,9 @@ from typing import Any
 
 from tokenizers import Tokenizer as RustTokenizer
 
-from slimserve.errors import FormatError, RefusalError, UsageError
+from slimserve.errors import FormatError, RefusalError
 from slimserve.weights.mapped import describe_foreign
+from slimserve.weights.small_file import read_small_file
 from slimserve.weights.tokenizer.base import Tokenizer
 from slimserve.weights.tokenizer.byte_level import byte_level_bytes, byte_token_value
 from slimserve.weights.tokenizer.matcher import StripRules
@@ -28,9 +29,7 @@ _MAX_SMALL_JSON_BYTES = 32 << 20
 def read_json(path: Path, limit: int = _MAX_SMALL_JSON_BYTES) -> Any:
     """The value in a JSON file, or {} if there is no file; raises FormatError naming the file."""
     try:
-        if path.stat().st_size > limit:
-            raise FormatError(f"{path}: {path.stat().st_size:,} bytes is too long for this file (limit {limit:,})")
-        raw = path.read_bytes()
+        raw = read_small_file(path, limit)
         if raw.startswith(b"version https://git-lfs"):
             raise FormatError(f"{path} is {describe_foreign(raw[:64])}")
         return json.loads(raw.decode("utf-8"))
@@ -42,8 +41,6 @@ def read_json(path: Path, limit: int = _MAX_SMALL_JSON_BYTES) -> Any:
         raise FormatError(f"{path}: not a JSON file (nested too deeply)") from error
     except ValueError as error:
         raise FormatError(f"{path}: not a JSON file ({error})") from error
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _read_object(path: Path, limit: int = _MAX_SMALL_JSON_BYTES) -> dict[str, Any]:
@@ -117,7 +114,7 @@ class _FolderFiles:
     @classmethod
     def read(cls, folder: Path) -> _FolderFiles:
         path = folder / "tokenizer.json"
-        if not path.is_file():
+        if not path.exists():
             raise FormatError(f"{folder}: there is no tokenizer.json; copy it from the model's page into the folder")
         return cls(
             document=_read_object(path, _MAX_JSON_BYTES),
