@@ -77,6 +77,7 @@ REFUSED_ON_BOTH = [
     pytest.param({"surprise": 1}, "surprise", id="unknown-field"),
     pytest.param({"guided_json": {}}, "guided_json", id="guided"),
     pytest.param({"priority": 10**9}, "priority", id="priority"),
+    pytest.param({"speculate": "no"}, "speculate", id="speculate-is-text"),
     pytest.param({"min_tokens": 100}, "min_tokens", id="min-tokens-above-max"),
     pytest.param({"top_k": -2}, "top_k", id="top-k"),
     pytest.param({"min_p": 2}, "min_p", id="min-p"),

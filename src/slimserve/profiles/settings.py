@@ -119,8 +119,8 @@ def _schedule(name: str, value: Any, where: str) -> tuple[tuple[int, int, int], 
         if not plain or not all(isinstance(n, int) and not isinstance(n, bool) for n in row):
             raise UsageError(f"{where}: {name} row {row!r} is not [from, to, drafts]")
         first, last, drafts = row
-        if first != expected or last < first or not 0 <= drafts <= 16:
-            raise UsageError(f"{where}: {name} row {list(row)} must start at {expected} and name 0 to 16 drafts")
+        if first != expected or last < first or not 0 <= drafts <= 15:
+            raise UsageError(f"{where}: {name} row {list(row)} must start at {expected} and name 0 to 15 drafts")
         rows.append((first, last, drafts))
         expected = last + 1
     return tuple(rows)

@@ -151,4 +151,5 @@ def submission(
         ignore_eos=bool(body.ignore_eos),
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
+        speculate=body.speculate is not False,
     )

@@ -97,6 +97,7 @@ class GenerationFields(_Strict):
     return_token_ids: bool | None = None
     cache_salt: Annotated[str, Field(max_length=limits.MAX_CACHE_SALT)] | None = None
     priority: Annotated[int, Field(ge=-limits.MAX_PRIORITY, le=limits.MAX_PRIORITY)] | None = None
+    speculate: bool | None = None
 
     # Accepted because they ask for nothing that changes the reply.
     user: ShortText | None = None
