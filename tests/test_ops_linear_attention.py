@@ -98,20 +98,91 @@ def test_triton_cuts_are_bit_equal(per_channel):
 
 def check_cuts_are_bit_equal(per_channel, ops):
     torch.manual_seed(5)
-    key_heads, heads, key_dim, value_dim = (2, 2, 16, 16) if per_channel else (1, 2, 16, 20)
-    cuts_list = ([150], [1, 2, 60, 64, 65, 150], [50, 129, 130, 150])
-    q, k = torch.randn(150, key_heads, key_dim), torch.randn(150, key_heads, key_dim)
-    v, beta = torch.randn(150, heads, value_dim), torch.rand(150, heads)
-    g = -5 * torch.rand(150, heads, key_dim) if per_channel else -torch.rand(150, heads)
+    key_heads, heads, key_dim, value_dim = (1, 1, 16, 16) if per_channel else (1, 2, 16, 20)
+    cuts_list = ([140], [1, 2, 60, 64, 65, 140], [50, 129, 130, 140])
+    q, k = torch.randn(140, key_heads, key_dim), torch.randn(140, key_heads, key_dim)
+    v, beta = torch.randn(140, heads, value_dim), torch.rand(140, heads)
+    g = -5 * torch.rand(140, heads, key_dim) if per_channel else -torch.rand(140, heads)
     results = []
     for cuts in cuts_list:
         store = storage(heads, key_heads, key_dim, value_dim, per_channel)
         results.append((run_cut((q, k, v, g, beta), store, cuts, ops), store["state"][1:3].clone()))
     expected, _ = recurrence(q, k, v, g, beta)
-    assert (results[0][0] - expected).norm() / expected.norm() < 2e-6
+    error = float((results[0][0] - expected).norm() / expected.norm())
+    print(f"relative error {error:.2e}")
+    # Tensor cores cut where they add, and do not round: 2e-6 holds for sums of rounded float32 additions.
+    assert error < (2e-6 if DEVICE == "cpu" else 5e-6)
     for out, state in results[1:]:
         assert torch.equal(out, results[0][0])
         assert torch.equal(state, results[0][1])
+
+
+@pytest.mark.parametrize(
+    ("per_channel", "dtype"),
+    [
+        pytest.param(False, torch.bfloat16, marks=triton_marks()),
+        pytest.param(True, torch.float32, marks=triton_marks()),
+    ],
+    ids=str,
+)
+def test_triton_rows_of_any_kind_are_bit_equal(per_channel, dtype):
+    """Prefill, decode, drafts taken back, company and null rows: every token has the bits of the whole prompt."""
+    with torch.device(DEVICE):
+        check_rows_of_any_kind(per_channel, dtype)
+
+
+def check_rows_of_any_kind(per_channel, dtype):
+    ops = triton_ops()
+    torch.manual_seed(11)
+    # On a device the published widths; under the interpreter no more than has to be seen.
+    key_heads, heads, key_dim, value_dim = (1, 1, 16, 20) if per_channel else (1, 2, 16, 20)
+    if DEVICE != "cpu":
+        key_heads, heads, key_dim, value_dim = (8, 8, 128, 128) if per_channel else (4, 12, 128, 128)
+    length = 75
+
+    def sequence(num_tokens):
+        q, k = (torch.randn(num_tokens, key_heads, key_dim).to(dtype) for _ in range(2))
+        v, beta = torch.randn(num_tokens, heads, value_dim).to(dtype), torch.rand(num_tokens, heads)
+        g = -5 * torch.rand(num_tokens, heads, *((key_dim,) if per_channel else ()))
+        return q, k, v, g, beta
+
+    watched, other, drafts = sequence(length), sequence(40), sequence(16)
+    whole = storage(heads, key_heads, key_dim, value_dim, per_channel)
+    expected = run_cut(watched, whole, [length], ops)
+    store = storage(heads, key_heads, key_dim, value_dim, per_channel)
+    for name in ("open_k", "open_g", "open_d"):  # null rows read and write buffer 0
+        store[name][0] = 0.0
+
+    def step(rows):
+        """rows: (inputs, start, open buffer, slot before, slot of the boundary) -> outputs of each."""
+        counts = [inputs[0].shape[0] for inputs, *_ in rows]
+        out = ops.gated_delta_rule(
+            *(torch.cat([inputs[i] for inputs, *_ in rows]) for i in range(5)),
+            **store,
+            state_in=torch.tensor([row[3] for row in rows], dtype=torch.int32),
+            state_out=torch.tensor([[row[4]] for row in rows], dtype=torch.int32),
+            open_index=torch.tensor([row[2] for row in rows], dtype=torch.int32),
+            row_offsets=torch.tensor([0, *counts]).cumsum(0).to(torch.int32),
+            start_positions=torch.tensor([row[1] for row in rows], dtype=torch.int32),
+        )
+        return out.split(counts)
+
+    def piece(inputs, start, stop):
+        return tuple(x[start:stop] for x in inputs)
+
+    def null(count):
+        return (piece(drafts, 0, count), 0, 0, 0, 0)
+
+    wrong = tuple(torch.cat([x[:2], y[:6]]) for x, y in zip(piece(watched, 61, 63), drafts, strict=True))
+    got = [step([(piece(other, 0, 33), 0, 2, 0, 0), (piece(watched, 0, 61), 0, 1, 0, 0)])[1]]
+    # Eight rows over the boundary, two of them right; then the right ones, over the boundary again.
+    got.append(step([(wrong, 61, 1, 0, 3), null(8)])[0][:2])
+    got.append(step([null(8), (piece(watched, 63, 71), 63, 1, 0, 3)])[1])
+    for start in (71, 72):
+        got.append(step([null(1), (piece(watched, start, start + 1), start, 1, 3, 0), null(1)])[1])
+    got.append(step([(piece(other, 33, 40), 33, 2, 0, 0), (piece(watched, 73, length), 73, 1, 3, 0)])[1])
+    assert torch.equal(torch.cat(got), expected)
+    assert torch.equal(store["state"][3], whole["state"][1])
 
 
 @pytest.mark.parametrize("implementation", ["reference", pytest.param("triton", marks=triton_marks())])

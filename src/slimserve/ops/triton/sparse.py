@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from slimserve.ops.triton.launch import INTERPRETED, NO_FUSION, cdiv, next_power
-from slimserve.ops.triton.linear_attention import keep_rows
+from slimserve.ops.triton.open_rows import keep_rows
 
 PAGE_TOKENS = 64
 HEAD_ROWS = 16
@@ -199,7 +199,7 @@ def update_pools(
         block_table.stride(0), raw.shape[1], POOL=pool, DIM=dim, BLOCK_D=next_power(dim), PAGE=PAGE_TOKENS,
         num_warps=1, **NO_FUSION,
     )  # fmt: skip
-    keep_rows(torch.cat([keys, gates], dim=1), raw, open_index, row_offsets, start_positions)
+    keep_rows((torch.cat([keys, gates], dim=1), raw), open_index, row_offsets, start_positions)
 
 
 @triton.jit
