@@ -112,3 +112,29 @@ def test_threads_survive_a_fork_and_new_counts() -> None:
         assert library.load().slim_threads() == threads
     source = str(Path(library.__file__).resolve().parents[3])
     subprocess.run([sys.executable, "-c", FORKED], check=True, timeout=300, env={**os.environ, "PYTHONPATH": source})
+
+
+TWO_BOOTS = """
+import sys, time
+from pathlib import Path
+from slimserve.ops.cpu import build
+build.SOURCES = Path(sys.argv[1])
+while not Path(sys.argv[2]).exists():
+    time.sleep(0.005)
+build.ensure_library()
+print(build.outcome.describe())
+"""
+
+
+def test_two_boots_at_once_build_once_and_say_who_did(tiny_sources: Path, tmp_path: Path) -> None:
+    compiler_or_skip()
+    source = str(Path(build.__file__).resolve().parents[3])
+    command = [sys.executable, "-c", TWO_BOOTS, str(tiny_sources), str(tmp_path / "go")]
+    environment = {**os.environ, "PYTHONPATH": source, "SLIMSERVE_CACHE": str(tmp_path / "cache")}
+    boots = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
+    (tmp_path / "go").touch()
+    said = sorted(boot.communicate(timeout=300)[0].strip() for boot in boots)
+    assert [boot.returncode for boot in boots] == [0, 0]
+    folder = build.ensure_library().parent
+    assert said[0].startswith("compiled in ") and said[0].endswith(f"into {folder}"), said
+    assert said[1] == f"reused from {folder}" == build.outcome.describe()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
@@ -93,11 +94,16 @@ def _gpus() -> Iterator[tuple[str, str, bool]]:
 
 
 def _kernels() -> Iterator[tuple[str, str, bool]]:
+    from slimserve.ops import compiled
     from slimserve.ops.cpu import build
 
     report = build.describe()
     yield "compiler", report.compiler or "none", report.compiler is not None
     yield "cpu kernels", report.note + (f" at {report.library}" if report.built else ""), report.compiler is not None
+
+    if importlib.util.find_spec("triton") is not None:
+        kept = compiled.kept_kernels()
+        yield "gpu kernels", f"{kept} compiled in {compiled.kernel_folder()}; others at first use", True
 
 
 def _folders() -> Iterator[tuple[str, str, bool]]:

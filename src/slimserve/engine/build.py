@@ -16,6 +16,8 @@ from slimserve.engine.loop import Engine
 from slimserve.engine.memory import MemoryProbe
 from slimserve.engine.messages import EngineSpec
 from slimserve.errors import RefusalError, UsageError
+from slimserve.ops import compiled
+from slimserve.ops.cpu.build import outcome
 from slimserve.ops.cpu.library import num_threads
 from slimserve.weights.loader import LoadedModel, load_model, load_source
 from slimserve.weights.source import Container, Source
@@ -150,6 +152,7 @@ def _facts(loaded: LoadedModel, config: EngineConfig, engine: Engine, seconds: f
             f"{cache.used_bytes / 2**20:,.0f} MiB {config.cache.dtype.value}, "
             f"{engine.cache.max_request_tokens:,} tokens per request, {config.scheduler.max_sequences} at once"
         ),
+        "kernels": compiled.counts.describe() if loaded.device.type == "cuda" else outcome.describe(),
         "drafting": _drafting(config),
         "prefix cache": f"on, from {minimum} tokens" if config.cache.prefix_caching else "off",
         "loaded in": f"{seconds:.1f} s",
