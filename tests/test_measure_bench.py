@@ -30,6 +30,7 @@ class Manners:
     stream_usage: bool = True
     ignore_eos: bool = True
     stop_early: int = 0
+    min_tokens: bool = False
     cached: int = 0
     token_seconds: float = 0.0
     seen: list[Any] = field(default_factory=list)
@@ -80,7 +81,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def _answer(self, body: dict[str, Any], prompt_tokens: int) -> None:
         m = self.manners
-        count = body["max_tokens"] - (m.stop_early if body["max_tokens"] > 2 else 0)
+        early = m.stop_early if body["max_tokens"] > 2 else 0
+        if m.min_tokens and body.get("min_tokens") == body["max_tokens"]:
+            early = 0
+        count = body["max_tokens"] - early
         usage = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": count,
@@ -89,13 +93,15 @@ class Handler(BaseHTTPRequestHandler):
         ids = list(range(count)) if body.get("return_token_ids") else None
         if not body.get("stream"):
             time.sleep(m.token_seconds * count)
-            choice: dict[str, Any] = {"text": "x " * count, "finish_reason": "length", "token_ids": ids}
+            reason = "stop" if early else "length"
+            choice: dict[str, Any] = {"text": "x " * count, "finish_reason": reason, "token_ids": ids}
             return self._json({"choices": [choice], "usage": usage})
         self.send_response(200)
         self.end_headers()
         for number in range(count):
             time.sleep(m.token_seconds)
-            choice = {"text": "x ", "finish_reason": None, "token_ids": None if ids is None else [number]}
+            reason = None if number + 1 < count else "stop" if early else "length"
+            choice = {"text": "x ", "finish_reason": reason, "token_ids": None if ids is None else [number]}
             self.wfile.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
         if m.stream_usage:
             self.wfile.write(f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n".encode())
@@ -166,6 +172,17 @@ def test_replies_that_end_early_make_the_run_inexact(server: Any) -> None:
     assert "9 output tokens instead of 12" in report["rows"][0]["problems"][0]
     assert any("ignore_eos is refused" in note for note in report["notes"])
     assert any("NO" in line for line in exact_lines(report))
+
+
+def test_a_server_that_ends_in_spite_of_ignore_eos_is_asked_for_min_tokens(server: Any) -> None:
+    url, manners = server
+    manners.stop_early, manners.min_tokens = 3, True
+    report = run_exact(Endpoint(url), SHAPE)
+    assert report["exact"] and any("min_tokens is sent as well" in note for note in report["notes"])
+    assert all(len(row["requests"]) == SHAPE.passes * row["concurrency"] for row in report["rows"])
+    manners.min_tokens = False
+    report = run_exact(Endpoint(url, "a-model"), SHAPE)
+    assert not report["exact"] and "9 output tokens instead of 12 (finish stop)" in report["rows"][0]["problems"][0]
 
 
 def test_cached_tokens_are_reported(server: Any) -> None:

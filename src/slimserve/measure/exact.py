@@ -10,7 +10,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slimserve.errors import RunError, UsageError
@@ -46,12 +46,18 @@ class ExactShape:
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What a server can do, found out before the first pass."""
+    """What a server can do, found out before the first pass.
+
+    `min_tokens`: it takes that field. `ends_early`: it ended a reply although it took ignore_eos; min_tokens is then
+    sent as well (not before: banning the end changes how a server samples).
+    """
 
     stream_usage: bool
     ignore_eos: bool
     token_ids: bool
     top_k: bool
+    min_tokens: bool = False
+    ends_early: bool = False
 
 
 @dataclass(slots=True)
@@ -82,17 +88,17 @@ class PassResult:
 
 
 def find_abilities(endpoint: Endpoint, prompt: Prompt) -> Abilities:
-    """Ask small questions: does a stream carry usage, are ignore_eos, top_k and return_token_ids taken?"""
+    """Ask small questions: does a stream carry usage, are ignore_eos, top_k and the like taken?"""
     base = {"prompt": prompt.body(), "max_tokens": 2, "temperature": 0.0}
     taken = {name: _accepts(endpoint, base, {name: value}) for name, value in
-             (("ignore_eos", True), ("top_k", 20), ("return_token_ids", True))}  # fmt: skip
+             (("ignore_eos", True), ("top_k", 20), ("return_token_ids", True), ("min_tokens", 2))}  # fmt: skip
     try:
         usage = endpoint.stream(base).output_tokens is not None
     except ServerError as error:
         if error.status == 0:
             raise
         usage = False
-    return Abilities(usage, taken["ignore_eos"], taken["return_token_ids"], taken["top_k"])
+    return Abilities(usage, taken["ignore_eos"], taken["return_token_ids"], taken["top_k"], taken["min_tokens"])
 
 
 def _accepts(endpoint: Endpoint, base: dict[str, Any], extra: dict[str, Any]) -> bool:
@@ -120,6 +126,8 @@ def request_body(prompt: Prompt, shape: ExactShape, abilities: Abilities, number
         body["top_k"] = shape.top_k
     if abilities.token_ids:
         body["return_token_ids"] = True
+    if abilities.ends_early and abilities.min_tokens:
+        body["min_tokens"] = shape.output_tokens
     return body
 
 
@@ -179,13 +187,12 @@ def run_exact(endpoint: Endpoint, shape: ExactShape, say: Say = lambda text: Non
         notes.append("ignore_eos is refused: a reply that ends early makes its pass inexact")
     rows = []
     for count in shape.concurrency:
-        say(f"{count} streams: warm-up")
-        run_pass(server, source, shape, abilities, count)
-        passes = []
-        for number in range(shape.passes):
-            result = run_pass(server, source, shape, abilities, count)
-            say(f"{count} streams, pass {number + 1}: {result.output_rate:.1f} tok/s" + _inexact(result))
-            passes.append(result)
+        passes = _passes(server, source, shape, abilities, count, say)
+        if abilities.min_tokens and not abilities.ends_early and any(_ended_early(p, shape) for p in passes):
+            abilities = replace(abilities, ends_early=True)
+            notes.append("a reply ended early in spite of ignore_eos: from there on min_tokens is sent as well")
+            say(f"{count} streams: {notes[-1]}")
+            passes = _passes(server, source, shape, abilities, count, say)
         rows.append(_row(count, passes))
     return {
         "kind": "exact",
@@ -202,6 +209,28 @@ def run_exact(endpoint: Endpoint, shape: ExactShape, say: Say = lambda text: Non
         "notes": notes,
         "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def _passes(
+    server: Endpoint, source: PromptSource, shape: ExactShape, abilities: Abilities, count: int, say: Say
+) -> list[PassResult]:
+    """The timed passes of one concurrency, after a warm-up; they stop at a reply that min_tokens would mend."""
+    say(f"{count} streams: warm-up")
+    passes: list[PassResult] = []
+    for number in range(shape.passes + 1):
+        result = run_pass(server, source, shape, abilities, count)
+        if number:
+            say(f"{count} streams, pass {number}: {result.output_rate:.1f} tok/s" + _inexact(result))
+        if _ended_early(result, shape) and abilities.min_tokens and not abilities.ends_early:
+            return [result]
+        passes += [result] if number else []
+    return passes
+
+
+def _ended_early(result: PassResult, shape: ExactShape) -> bool:
+    return any(
+        reply.finish_reason == "stop" and (reply.output_tokens or 0) < shape.output_tokens for reply in result.replies
+    )
 
 
 def _inexact(result: PassResult) -> str:
