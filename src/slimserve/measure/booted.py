@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ from slimserve.errors import RunError
 from slimserve.measure.client import Endpoint, ServerError
 
 _SERVING = re.compile(r"serving (?P<names>.+) at (?P<url>http://\S+)/v1")
+_PR_SET_PDEATHSIG = 1
 
 
 class BootedProfile:
@@ -42,7 +44,7 @@ class BootedProfile:
         started = time.monotonic()
         self._process = subprocess.Popen(
             self._command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-            env=environment, errors="replace",
+            env=environment, errors="replace", preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         )  # fmt: skip
         threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
         while not (self._ready.wait(0.1) and self._healthy()):
@@ -89,8 +91,15 @@ class BootedProfile:
         return self._process is not None and self._process.poll() is None
 
     def resident_bytes(self) -> int:
-        """Memory of the server and its children: proportional set size, or resident set size where that is hidden."""
-        return sum(_resident(pid) for pid in _tree(self._process.pid)) if self._process is not None else 0
+        """Memory of the server and its children: what is their own, and files that they map, counted once.
+
+        The largest process's mapped files stand for all: the others map the same libraries. So the figure does not
+        depend on what else runs on the machine and shares them.
+        """
+        if self._process is None:
+            return 0
+        found = [_resident(pid) for pid in _tree(self._process.pid)]
+        return sum(own for own, _ in found) + max(mapped for _, mapped in found)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -106,6 +115,11 @@ class BootedProfile:
             process.wait(timeout=30)
 
 
+def _end_with_parent() -> None:
+    """Ask for the signal of Ctrl-C when the process that measures is gone, however it went."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT, 0, 0, 0)
+
+
 def _tree(pid: int) -> list[int]:
     """A process and everything below it."""
     found = [pid]
@@ -118,12 +132,17 @@ def _tree(pid: int) -> list[int]:
     return found
 
 
-def _resident(pid: int) -> int:
-    for name, key in (("smaps_rollup", "Pss:"), ("status", "VmRSS:")):
+def _resident(pid: int) -> tuple[int, int]:
+    """(bytes of a process's own, resident bytes of files that it maps)."""
+    for name, whole, own in (("smaps_rollup", "Rss", "Anonymous"), ("status", "VmRSS", "RssAnon")):
         try:
-            for line in Path(f"/proc/{pid}/{name}").read_text(encoding="ascii", errors="replace").splitlines():
-                if line.startswith(key):
-                    return int(line.split()[1]) * 1024
-        except OSError:
+            lines = Path(f"/proc/{pid}/{name}").read_text(encoding="ascii", errors="replace").splitlines()
+            values = {
+                key: int(rest.split()[0])
+                for key, _, rest in (line.partition(":") for line in lines)
+                if rest[-2:] == "kB"
+            }
+            return values[own] * 1024, (values[whole] - values[own]) * 1024
+        except (OSError, KeyError, ValueError):
             continue
-    return 0
+    return 0, 0

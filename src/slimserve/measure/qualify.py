@@ -4,43 +4,97 @@ from __future__ import annotations
 
 import json
 import platform as platform_module
+import re
 import subprocess
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import slimserve
+from slimserve import fetch
 from slimserve.errors import RefusalError, RunError, UsageError
 from slimserve.hardware import DeviceKind, free_device_memory
-from slimserve.measure import gates
+from slimserve.measure import gates, gates_load
 from slimserve.measure.booted import BootedProfile
-from slimserve.measure.gates import Gate, GateResult, Trial
+from slimserve.measure.gates import GateResult, Trial
+from slimserve.measure.gates_needles import needles
 from slimserve.measure.page import evidence_page
 from slimserve.measure.questions import task_score
-from slimserve.plan.memory import plan_json
-from slimserve.profiles.planning import admit
-from slimserve.profiles.resolve import ResolvedProfile
+from slimserve.plan.memory import MemoryPlan, plan_json
+from slimserve.profiles.evidence import CHANGED
+from slimserve.profiles.planning import admit, fitted
+from slimserve.profiles.resolve import Origin, ResolvedProfile
 
 Say = Callable[[str], None]
+Gate = Callable[[Trial], GateResult]
+
+RATE_NOISE = 0.25
+"""Largest difference, as a share of the larger one, between the median rates that two boots of one build may show; a
+machine on which they differ by more is too busy for its rates to say anything."""
+RATE_NAMES = r"tokens_per_second\..*\.median"
 
 
 def qualify(profile: ResolvedProfile, *, quick: bool = False, say: Say = lambda text: None) -> dict[str, Any]:
     """Run every gate of a profile in its recorded configuration; returns the evidence as plain data.
 
-    quick: fewer cases and passes, to see whether the gates work; such evidence is marked and supports nothing.
+    Every gate runs twice, in two boots of the same build: what must be equal is compared to the last bit, and what may
+    differ (rates, memory) tells its noise. quick: one boot, fewer cases and passes, to see whether the gates work; such
+    evidence is marked and supports nothing.
     """
     if profile.record is None or profile.platform is None:
         raise UsageError(f"{profile.name} has no tuned record for this machine; only recorded configurations qualify")
     if profile.invalidated:
         raise UsageError(f"{', '.join(profile.invalidated)} changed; only the recorded configuration qualifies")
+    lowered = [s.name for s in fitted(profile).settings.values() if s.origin is Origin.MACHINE]
+    if lowered:
+        raise RefusalError(
+            f"{profile.name} runs here with less {', '.join(lowered)} only; qualify it on a larger machine"
+        )
     _, plan = admit(profile)
     started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    results: list[GateResult] = []
+    boots = [_boot(profile, plan, quick, say) for _ in range(1 if quick else 2)]
+    results = [calibrated(runs) for runs in zip(*(boot.results for boot in boots), strict=True)]
+    for result in results:
+        if not result["passed"]:
+            say(f"FAIL  {result['name']}: {result['detail']}")
+    evidence = {
+        "profile": profile.name,
+        "platform": profile.platform.name,
+        "settings_hash": profile.config_hash if not quick else f"quick run of {profile.config_hash}",
+        "started": started,
+        "boot_seconds": [round(boot.seconds, 2) for boot in boots],
+        "hardware": _hardware(profile),
+        "versions": _versions(),
+        "revision": revision(),
+        "settings": {name: setting.value for name, setting in profile.settings.items() if setting.value is not None},
+        "asked": {**asdict(profile.record.qualify), "needle_style": profile.record.qualify.needle_style.value},
+        "files": [{"name": f.name, "bytes": f.num_bytes, "sha256": f.sha256} for f in profile.files],
+        "plan": plan_json(plan),
+        "gates": results,
+        "passed": all(result["passed"] for result in results),
+        "server_said": list(boots[0].said)[:40],
+    }
+    cleaned: dict[str, Any] = without_places(evidence)
+    return cleaned
+
+
+@dataclass(frozen=True, slots=True)
+class Boot:
+    """One boot of the profile: seconds until it served, what its gates found, what the server said."""
+
+    seconds: float
+    results: tuple[GateResult, ...]
+    said: tuple[str, ...]
+
+
+def _boot(profile: ResolvedProfile, plan: MemoryPlan, quick: bool, say: Say) -> Boot:
     free_before = _device_free(profile)
+    results: list[GateResult] = []
     with BootedProfile([profile.name]) as booted:
         say(f"serving after {booted.boot_seconds:.1f} s")
 
@@ -50,26 +104,11 @@ def qualify(profile: ResolvedProfile, *, quick: bool = False, say: Say = lambda 
             return free_before - _device_free(profile)
 
         trial = gates.start_trial(booted, profile, live_bytes, quick)
-        for gate in _gates(profile, plan.total_bytes):
-            results.append(_run(gate, trial))
-            say(f"{'pass' if results[-1].passed else 'FAIL'}  {results[-1].name}: {results[-1].detail}")
-        boot_seconds, said = booted.boot_seconds, booted.said
-    return {
-        "profile": profile.name,
-        "platform": profile.platform.name,
-        "settings_hash": profile.config_hash if not quick else f"quick run of {profile.config_hash}",
-        "started": started,
-        "boot_seconds": round(boot_seconds, 2),
-        "hardware": _hardware(profile),
-        "versions": _versions(),
-        "revision": revision(),
-        "settings": {name: setting.value for name, setting in profile.settings.items() if setting.value is not None},
-        "files": [{"name": f.name, "bytes": f.num_bytes, "sha256": f.sha256} for f in profile.files],
-        "plan": plan_json(plan),
-        "gates": [result.as_json() for result in results],
-        "passed": all(result.passed for result in results),
-        "server_said": list(said)[:40],
-    }
+        memory = gates_load.MemoryGate(plan, live_bytes(), profile.device is DeviceKind.CPU)
+        for name, gate in _gates(profile, memory):
+            results.append(_run(name, gate, trial))
+            say(f"{'pass' if results[-1].passed else 'FAIL'}  {name}: {results[-1].detail}")
+        return Boot(booted.boot_seconds, tuple(results), booted.said)
 
 
 def _device_free(profile: ResolvedProfile) -> int:
@@ -77,24 +116,22 @@ def _device_free(profile: ResolvedProfile) -> int:
     return 0 if profile.device is DeviceKind.CPU else free_device_memory(0)
 
 
-def _gates(profile: ResolvedProfile, planned_bytes: int) -> list[Gate]:
-    """The gates that this model is asked to pass."""
+def _gates(profile: ResolvedProfile, memory: Gate) -> list[tuple[str, Gate]]:
+    """The gates that this model is asked to pass, by name."""
     assert profile.record is not None
-    asked: list[Gate] = [gates.canary_text]
-    if profile.record.qualify.thinks:
-        asked.append(gates.canary_thinking)
-    if profile.record.qualify.calls_tools:
-        asked.append(gates.canary_tool)
+    known: dict[str, Gate] = {
+        "canary-text": gates.canary_text, "canary-thinking": gates.canary_thinking, "canary-tool": gates.canary_tool,
+        "likelihood": gates.likelihood, "needles": needles, "row-independence": gates.row_independence,
+        "prefix-cache": gates.prefix_cache, "concurrency": gates_load.concurrency, "bench-exact": gates_load.bench,
+        "task-score": task_score, "soak": gates_load.soak, "memory": memory,
+    }  # fmt: skip
+    asked = [(name, known[name]) for name in profile.record.qualify.gates]
     if gates.load_oracle(profile.name) is not None:
-        asked.append(gates.agreement)
-    asked += [gates.likelihood, gates.needles, gates.row_independence, gates.prefix_cache, gates.bench]
-    if profile.name.startswith("qwen25-coder"):
-        asked.append(task_score)
-    asked += [gates.soak, lambda trial: gates.memory(trial, planned_bytes)]
+        asked.insert([name for name, _ in asked].index("likelihood"), ("agreement", gates.agreement))
     return asked
 
 
-def _run(gate: Gate, trial: Trial) -> GateResult:
+def _run(name: str, gate: Gate, trial: Trial) -> GateResult:
     """A gate with its time; a gate that breaks has failed."""
     started = time.monotonic()
     try:
@@ -102,9 +139,72 @@ def _run(gate: Gate, trial: Trial) -> GateResult:
     except RefusalError:
         raise
     except (RunError, AssertionError, KeyError, ValueError, TypeError, IndexError, OSError) as error:
-        name = getattr(gate, "__name__", "gate").replace("_", "-")
         result = GateResult(name, False, f"{type(error).__name__}: {error}")
     return replace(result, seconds=time.monotonic() - started)
+
+
+def calibrated(runs: Sequence[GateResult]) -> dict[str, Any]:
+    """One gate from its runs in boots of the same build, as plain data.
+
+    It passes where every run passed, where what must be exact is the same in all, and where rates differ by no more
+    than RATE_NOISE. `noise`: for every figure the difference between its runs as a share of the larger one.
+    """
+    first = runs[0]
+    failed = next((run for run in runs if not run.passed), None)
+    shown = failed or first
+    differing = sorted(
+        {name for run in runs[1:] for name, value in first.exact.items() if run.exact.get(name) != value}
+    )
+    leaves = [_leaves(run.figures) for run in runs]
+    noise = {
+        name: (max(values) - min(values)) / (max(map(abs, values)) or 1.0)
+        for name in leaves[0]
+        if len(values := [found[name] for found in leaves if name in found]) == len(runs) > 1
+    }
+    loud = [name for name, value in noise.items() if re.fullmatch(RATE_NAMES, name) and value > RATE_NOISE]
+    notes = [f"two boots DIFFER in {', '.join(differing)}"] if differing else []
+    notes += [f"two boots differ by {noise[name]:.0%} in {name}: the machine was too busy" for name in loud]
+    return {
+        "name": first.name,
+        "passed": failed is None and not differing and not loud,
+        "detail": "; ".join([shown.detail, *notes]),
+        "figures": dict(first.figures),
+        "again": [dict(run.figures) for run in runs[1:]],
+        "exact": dict(first.exact),
+        "noise": noise,
+        "seconds": [round(run.seconds, 2) for run in runs],
+    }
+
+
+def _leaves(value: Any, path: str = "") -> dict[str, float]:
+    """Numbers of nested figures by dotted path."""
+    if isinstance(value, Mapping):
+        found: dict[str, float] = {}
+        for key, inner in value.items():
+            found |= _leaves(inner, f"{path}.{key}" if path else str(key))
+        return found
+    return {path: float(value)} if isinstance(value, (int, float)) and not isinstance(value, bool) else {}
+
+
+def without_places(value: Any) -> Any:
+    """Plain data without this machine's folders and its name, which are nobody's business."""
+    folders = {str(Path(slimserve.__file__).resolve().parents[2]): ".", str(Path.home()): "~",
+               str(fetch.FetchSettings.from_environment().models): "<models>"}  # fmt: skip
+    longest_first = sorted((folder for folder in folders if len(folder) > 1), key=len, reverse=True)
+    host = platform_module.node()
+
+    def clean(inner: Any) -> Any:
+        if isinstance(inner, Mapping):
+            return {key: clean(item) for key, item in inner.items()}
+        if isinstance(inner, (list, tuple)):
+            return [clean(item) for item in inner]
+        if not isinstance(inner, str):
+            return inner
+        for folder in longest_first:
+            inner = inner.replace(folder, folders[folder])
+        return re.sub(rf"\b{re.escape(host)}\b", "<host>", inner) if len(host) > 3 else inner
+
+    return clean(value)
 
 
 def _hardware(profile: ResolvedProfile) -> dict[str, Any]:
@@ -131,19 +231,23 @@ def _versions() -> dict[str, str]:
 
 
 def revision() -> str:
-    """The git revision of the running code, marked where files differ from it; "unknown" outside a checkout."""
+    """The git revision of the running code, marked where files differ from it; "unknown" where it is in no checkout."""
     root = Path(__file__).resolve().parent
     try:
+        subprocess.run(
+            ["git", "ls-files", "--error-unmatch", Path(__file__).name], cwd=root, capture_output=True, timeout=20,
+            check=True,
+        )  # fmt: skip
         head = subprocess.run(
             ["git", "rev-parse", "--short=12", "HEAD"], cwd=root, capture_output=True, text=True, timeout=20, check=True
         ).stdout.strip()
         changed = subprocess.run(
-            ["git", "status", "--porcelain", "--untracked-files=no", "--", str(root.parent)],
+            ["git", "status", "--porcelain", "--untracked-files=no", "--", "..", ":(exclude)../profiles/evidence"],
             cwd=root, capture_output=True, text=True, timeout=20, check=True,
         ).stdout.strip()  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-    return f"{head}{' with changes' if changed else ''}"
+    return f"{head}{CHANGED if changed else ''}"
 
 
 def write_evidence(evidence: dict[str, Any], folder: Path) -> tuple[Path, Path]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
-from slimserve.measure.gates import GateResult, Trial
+from slimserve.measure.gates import GateResult, Trial, digest
 
 QUESTIONS: tuple[tuple[str, str], ...] = (
     ("What is 7 + 5? Answer with the number only.", r"\b12\b"),
@@ -50,17 +51,25 @@ QUESTIONS: tuple[tuple[str, str], ...] = (
 )
 
 
+LONGEST_ANSWER = 48
+"""Tokens of an answer that are looked at."""
+
+
 def task_score(trial: Trial) -> GateResult:
-    """How many of the forty are right, greedily answered; at least half must be."""
+    """How many of the forty are right, greedily answered; at least as many as the record asks must be."""
     asked = QUESTIONS[:6] if trial.quick else QUESTIONS
-    wrong = []
-    for question, expected in asked:
-        text = str(trial.chat(question, max_tokens=48)["message"].get("content") or "")
-        if re.search(expected, text) is None:
-            wrong.append(question)
-    right = len(asked) - len(wrong)
-    shown = "; ".join(wrong[:5])
+    answers = [
+        str(trial.chat(question, max_tokens=LONGEST_ANSWER)["message"].get("content") or "") for question, _ in asked
+    ]
+    wrong = wrong_answers(answers)
+    right, least = len(asked) - len(wrong), trial.record.task_score * len(asked) / len(QUESTIONS)
     return GateResult(
-        "task-score", 2 * right >= len(asked), f"{right} of {len(asked)} questions answered; wrong among them: {shown}",
-        {"right": right, "asked": len(asked)},
+        "task-score", right >= least, f"{right} of {len(asked)} questions answered rightly (asked: {least:.0f}); "
+        f"wrong: {' | '.join(wrong)}", {"right": right, "asked": len(asked)}, {"answers": digest(answers)},
     )  # fmt: skip
+
+
+def wrong_answers(answers: Sequence[str]) -> list[str]:
+    """The questions, from the first on, whose answers do not hold what is expected."""
+    judged = zip(QUESTIONS, answers, strict=False)
+    return [question for (question, expected), text in judged if re.search(expected, text) is None]

@@ -10,6 +10,7 @@ from slimserve.errors import RefusalError
 from slimserve.hardware import DeviceKind, Hardware
 from slimserve.plan.floor import StepFloor, floor_table
 from slimserve.plan.memory import DeviceMemory, MemoryPlan, plan_memory
+from slimserve.profiles.evidence import Status
 from slimserve.profiles.record import Machine
 from slimserve.profiles.resolve import Origin, ResolvedProfile, Setting
 
@@ -90,6 +91,9 @@ def _lowered(profile: ResolvedProfile, max_sequences: int, max_context: int) -> 
         before = settings[name]
         if isinstance(before.value, int) and value < before.value:
             settings[name] = Setting(name, value, Origin.MACHINE, recorded=before.value)
+    if profile.status is Status.SUPPORTED:
+        reason = "lowered to fit this machine: no longer the qualified configuration"
+        return replace(profile, settings=settings, status=Status.IN_PROGRESS, status_reason=reason)
     return replace(profile, settings=settings)
 
 

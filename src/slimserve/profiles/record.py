@@ -125,13 +125,25 @@ class ModelRecord:
     active_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
+class NeedleStyle(Enum):
+    """How a needle is planted and asked for: as a sentence to continue, or as a code asked for in a chat."""
+
+    CONTINUE = "continue"
+    CODE = "code"
+
+
 @dataclass(frozen=True, slots=True)
 class QualifyRecord:
     """What a qualification run asks of the model, besides the gates that every profile passes.
 
     canary, expect: a plain question (or a text to continue where the model does not chat) and a regular expression
     of its answer. agreement: least share of steps with the oracle's argmax; margin: most nats by which the oracle
-    prefers its token where the two differ. needles: prompt lengths. shape, concurrency: of the exact bench.
+    prefers its token where the two differ. likelihood: most nats per token between the fixed text's likelihood and
+    the reference's. needles: prompt lengths, trials: needles planted at each, recall: the share of them that is known
+    to be found (by the model's card, or by another engine on the same file); no fewer may be found than that share
+    lets expect. task_score: least number
+    of right answers to the forty questions, 0 where they are not asked. prompt_tokens, output_tokens, concurrency: of
+    the exact bench.
     """
 
     canary: str = "What is the capital of France?"
@@ -140,11 +152,30 @@ class QualifyRecord:
     calls_tools: bool = False
     agreement: float = 0.97
     margin: float = 0.4
+    likelihood: float = 0.03
+    needle_style: NeedleStyle = NeedleStyle.CONTINUE
     needles: tuple[int, ...] = (256, 1024)
+    recall: tuple[float, ...] = (0.9, 0.9)
+    trials: int = 8
+    task_score: int = 0
     prompt_tokens: int = 128
     output_tokens: int = 64
     concurrency: tuple[int, ...] = (1, 4, 8)
     soak_seconds: int = 30
+
+    @property
+    def gates(self) -> tuple[str, ...]:
+        """Names of the gates that evidence must hold before it supports anything.
+
+        The agreement with an oracle is asked besides, wherever one is recorded.
+        """
+        thinking = ("canary-thinking",) if self.thinks else ()
+        tool = ("canary-tool",) if self.calls_tools else ()
+        task = ("task-score",) if self.task_score else ()
+        return (
+            "canary-text", *thinking, *tool, "likelihood", "needles", "row-independence", "prefix-cache",
+            "concurrency", "bench-exact", *task, "soak", "memory",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,6 +424,8 @@ def _qualify(table: Table) -> QualifyRecord:
     plain = QualifyRecord()
     agreement = table.number("agreement", minimum=0.0, maximum=1.0)
     margin = table.number("margin", minimum=0.0, maximum=10.0)
+    likelihood = table.number("likelihood", minimum=0.0, maximum=10.0)
+    needles = tuple(int(length) for length in table.numbers("needles")) or plain.needles
     record = QualifyRecord(
         canary=table.text("canary", plain.canary),
         expect=table.text("expect", plain.expect),
@@ -400,7 +433,14 @@ def _qualify(table: Table) -> QualifyRecord:
         calls_tools=table.boolean("calls_tools", plain.calls_tools),
         agreement=plain.agreement if agreement is None else agreement,
         margin=plain.margin if margin is None else margin,
-        needles=tuple(int(length) for length in table.numbers("needles")) or plain.needles,
+        likelihood=plain.likelihood if likelihood is None else likelihood,
+        needle_style=NeedleStyle(
+            table.choice("needle_style", [style.value for style in NeedleStyle], plain.needle_style.value)
+        ),
+        needles=needles,
+        recall=table.numbers("recall") or (plain.recall[0],) * len(needles),
+        trials=table.integer("trials", plain.trials, minimum=1, maximum=1000),
+        task_score=table.integer("task_score", plain.task_score, minimum=0, maximum=40),
         prompt_tokens=table.integer("prompt_tokens", plain.prompt_tokens, minimum=1),
         output_tokens=table.integer("output_tokens", plain.output_tokens, minimum=1),
         concurrency=tuple(int(count) for count in table.numbers("concurrency")) or plain.concurrency,
@@ -413,6 +453,8 @@ def _qualify(table: Table) -> QualifyRecord:
         raise table.error("expect", f"is no regular expression ({error})") from error
     if min(record.needles) < 64 or min(record.concurrency) < 1:
         raise table.error("needles", "must be at least 64 tokens and concurrency at least 1")
+    if len(record.recall) != len(record.needles) or not all(0.0 < share <= 1.0 for share in record.recall):
+        raise table.error("recall", f"must hold a share above 0 and up to 1 for each of {len(record.needles)} needles")
     return record
 
 

@@ -11,7 +11,7 @@ from slimserve import fetch
 from slimserve.errors import RefusalError, SlimServeError
 from slimserve.hardware import Hardware, detect, format_bytes
 from slimserve.plan.memory import MemoryPlan, plan_json
-from slimserve.profiles.evidence import Status
+from slimserve.profiles.evidence import Status, load_evidence
 from slimserve.profiles.planning import fitted, plan_profile
 from slimserve.profiles.record import PlatformRecord, ProfileRecord, Stage
 from slimserve.profiles.registry import load_catalog
@@ -191,6 +191,7 @@ def show_json(profile: ResolvedProfile) -> dict[str, Any]:
         "files": [] if record is None else [_file_json(source) for source in record.model.files],
         "platforms": [] if record is None else [_platform_json(entry) for entry in record.platforms],
         "notes": [] if record is None else list(record.notes),
+        "evidence": [run.summary(profile.config_hash) for run in load_evidence(profile.name)],
         "plan": _plan_or_none(profile),
     }
 
@@ -263,12 +264,28 @@ def show_lines(profile: ResolvedProfile) -> list[str]:
         lines.append(f"  no longer the recorded configuration: {', '.join(data['invalidated_by'])} changed")
     lines += [f"  missing     {clause}" for clause in data["missing"]]
     lines += [f"  note        {note}" for note in data["notes"]]
+    for run in data["evidence"]:
+        lines += _evidence_lines(run)
     for entry in data["platforms"]:
         lines.append(f"  {entry['stage']:11} {entry['name']} ({entry['machine']})")
         lines += [f"              {figure}" for figure in entry["figures"]]
         lines += [f"              missing: {clause}" for clause in entry["missing"]]
         lines += [f"              {note}" for note in entry["notes"]]
     return lines
+
+
+def _evidence_lines(run: Mapping[str, Any]) -> list[str]:
+    """One qualification run: when, what, and the word of every gate."""
+    about = "these settings" if run["current"] else "other settings"
+    verdict = "passed" if run["passed"] else f"failed at {', '.join(run['failed'])}"
+    lines = [f"  evidence    {run['platform']}, {about}: {verdict}; {run['started'][:10]}, revision {run['revision']}, "
+             f"{run['processor'] or 'processor not recorded'} ({run['file']}, a page beside it)"]  # fmt: skip
+    width = max((len(name) for name in run["gates"]), default=0)
+    return lines + [f"    {name:{width}} {_short(detail)}" for name, detail in run["gates"].items()]
+
+
+def _short(text: str, length: int = 160) -> str:
+    return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 def _setting_lines(settings: list[Mapping[str, Any]]) -> list[str]:
