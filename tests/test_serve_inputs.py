@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
+from pydantic import BaseModel, ValidationError
 from serve_harness import Harness, harness
+
+from slimserve.errors import RequestError
+from slimserve.serve.limits import ServerLimits
+from slimserve.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, parse_body
 
 CHAT = "/v1/chat/completions"
 PLAIN = "/v1/completions"
@@ -357,7 +364,7 @@ MILLION = 1_000_000
     [
         (PLAIN, '{"prompt": [' + "[]," * MILLION + "[]]}", "prompt"),
         (CHAT, '{"messages": [{"role": "user", "content": [' + "{}," * MILLION + "{}]}]}", "messages"),
-        (CHAT, '{"messages": [{"role": "user", "content": [' + '"",' * MILLION + '""]}]}', "messages.0.content"),
+        (CHAT, '{"messages": [{"role": "user", "content": [' + '"",' * MILLION + '""]}]}', "messages"),
         (PLAIN, '{"prompt": "x", "stop_token_ids": [' + "0.5," * MILLION + "1]}", "stop_token_ids"),
         (PLAIN, '{"prompt": "x", "zzz": [' + '{"a":1},' * MILLION + "1]}", "zzz"),
     ],
@@ -367,6 +374,62 @@ def test_a_million_entries_are_refused_before_each_is_looked_at(
     server: Harness, path: str, text: str, param: str
 ) -> None:
     assert len(refused(post(server, path, text), param)["message"]) < 400
+
+
+MANY = {f"k{number}": 1 for number in range(100_000)}
+USER = {"role": "user", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "param"),
+    [
+        (CompletionBody, {"prompt": "x", **MANY}, "k0"),
+        (ChatBody, {"messages": [{**USER, **MANY}]}, "messages.0.k0"),
+        (ChatBody, {"messages": [{**USER, "content": [1] * 1024}] * 100}, "messages.0.content.0"),
+        (ChatBody, {"messages": [{**USER, "content": [{"x": 1}] * 1024}] * 100}, "messages.0.content.0.type"),
+        (ChatBody, {"messages": [{**USER, "content": [{"type": "text", **MANY}]}]}, "messages.0.content.0"),
+        (ChatBody, {"messages": [{}] * 4096}, "messages.0.role"),
+        (ChatBody, {"messages": [USER], "tools": [{"type": "function", "function": {"name": "f", **MANY}}]}, "tools.0"),
+        (ChatBody, {"messages": [USER], "response_format": {"type": "text", **MANY}}, "response_format"),
+        (ChatBody, {"messages": [USER], "stream_options": MANY}, "stream_options.k0"),
+        (CompletionBody, {"prompt": "x", "stop_token_ids": ["x"] * 128}, "stop_token_ids.0"),
+        (DetokenizeBody, {"tokens": ["x"] * 100_000}, "tokens.0"),
+    ],
+)
+def test_a_body_of_many_faults_costs_few_complaints(kind: type[BaseModel], fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as raised:
+        parse_body(kind, fields)
+    assert raised.value.param is not None and raised.value.param.startswith(param)
+    cause = raised.value.__cause__
+    assert isinstance(cause, ValidationError) and cause.error_count() <= 3
+
+
+def test_names_as_long_as_a_body_are_shortened(server: Harness) -> None:
+    reply = post(server, PLAIN, {"prompt": "x", "z" * 10_000_000: 1})
+    assert len(reply.content) < 1000 and refused(reply, "zzz")["code"] == "unknown_field"
+
+
+def test_strings_of_a_body_are_bounded(server: Harness) -> None:
+    many = "{" + ",".join(f'"k{number}":1' for number in range(500_001)) + "}"
+    error = refused(post(server, CHAT, f'{{"messages":[],"tools":{many}}}'), "tools")
+    assert error["code"] == "too_many"
+
+
+def test_bodies_share_one_budget() -> None:
+    with harness(limits=ServerLimits(max_bodies_bytes=3_000_000)) as running:
+        slow = socket.create_connection(("127.0.0.1", running.port))
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2500000\r\n\r\n"
+        slow.sendall(head + b" " * 2_400_000)
+        while running.state.bodies.held_bytes < 2_400_000:
+            time.sleep(0.01)
+        error = refused(post(running, PLAIN, {"prompt": "say:yes|", "user": "x" * 700_000}), None, 429)
+        assert error["code"] == "busy"
+        assert post(running, PLAIN, plain_body()).status_code == 200
+        slow.close()
+        while running.state.bodies.held_bytes:
+            time.sleep(0.01)
+        assert post(running, PLAIN, {"prompt": "say:yes|" + "x" * 700_000}).json()["error"]["code"] != "busy"
+        assert running.state.bodies.held_bytes == 0
 
 
 def test_what_tokenize_takes_is_bounded(server: Harness) -> None:

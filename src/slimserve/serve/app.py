@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from slimserve.serve.body import HeldBody
 from slimserve.serve.chat import chat_completions
 from slimserve.serve.completions import completions
 from slimserve.serve.errors import error_object
@@ -29,7 +30,7 @@ _HEALTH_SECONDS = 30.0
 _OPEN_PATHS = frozenset({"/health"})
 """Paths that need no key: a supervisor must be able to ask."""
 
-Endpoint = Callable[[ServerState, Request, RequestRow], Awaitable[Response]]
+Endpoint = Callable[[ServerState, Request, RequestRow, HeldBody], Awaitable[Response]]
 
 
 def create_app(state: ServerState) -> FastAPI:
@@ -65,8 +66,9 @@ def _guarded(state: ServerState, name: str, endpoint: Endpoint) -> Callable[[Req
 
     async def call(request: Request) -> Response:
         row = state.row(name)
+        held = state.bodies.hold()
         try:
-            return await endpoint(state, request, row)
+            return await endpoint(state, request, row, held)
         except ClientGoneError:
             row.end("disconnect", status=499)
             return Response(status_code=499)
@@ -78,6 +80,8 @@ def _guarded(state: ServerState, name: str, endpoint: Endpoint) -> Callable[[Req
             row.end(code, status=status, reason=body["error"]["message"])
             headers = {"retry-after": "1"} if status in (429, 503) else None
             return json_response(body, status, headers)
+        finally:
+            held.release()
 
     return call
 

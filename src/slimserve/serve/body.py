@@ -6,50 +6,85 @@ import json
 import re
 from typing import Any, NoReturn
 
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 
 from slimserve.errors import RequestError
 from slimserve.serve import limits
 from slimserve.serve.stream import ClientGoneError
+from slimserve.serve.threads import off_loop
 
 # Strings are skipped whole, an unclosed one to the end; possessive quantifiers need no backtracking stack. So the
 # scan is linear in the body.
 _TOKEN = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
-_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The request's body; RequestError 413 as soon as it is known to be too long."""
+class BodyBudget:
+    """Memory that the bodies of all requests may take together, until their prompts are tokens."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.held_bytes = 0
+
+    def hold(self) -> HeldBody:
+        """The share of one request, empty at first."""
+        return HeldBody(self)
+
+
+class HeldBody:
+    """What one request takes of the budget; given back once."""
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
+        self._num_bytes = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Take more; RequestError 429 where it is not there. Nobody waits, so nobody can hold up the others."""
+        if self._budget.held_bytes + num_bytes > self._budget.max_bytes:
+            raise RequestError(
+                f"the requests that are being read fill the {self._budget.max_bytes} bytes for them; try again later",
+                code="busy",
+                status=429,
+            )
+        self._budget.held_bytes += num_bytes
+        self._num_bytes += num_bytes
+
+    def release(self) -> None:
+        """Give everything back; idempotent."""
+        self._budget.held_bytes -= self._num_bytes
+        self._num_bytes = 0
+
+
+async def read_body(request: Request, max_bytes: int, held: HeldBody) -> bytearray:
+    """The request's body; RequestError 413 as soon as it is known to be too long, 429 when memory is short."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
         _too_large(max_bytes)
-    parts: list[bytes] = []
-    size = 0
+    body = bytearray()
     try:
         async for part in request.stream():
-            size += len(part)
-            if size > max_bytes:
+            if len(body) + len(part) > max_bytes:
                 _too_large(max_bytes)
-            parts.append(part)
+            held.add(len(part))
+            body += part
     except ClientDisconnect as error:
         raise ClientGoneError from error
-    return b"".join(parts)
+    return body
 
 
 def _too_large(max_bytes: int) -> NoReturn:
     raise RequestError(f"the body is larger than {max_bytes} bytes", code="body_too_large", status=413)
 
 
-async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
+async def read_json(request: Request, max_bytes: int, held: HeldBody) -> dict[str, Any]:
     """The request's JSON object; RequestError names the field at fault where there is one."""
-    body = await read_body(request, max_bytes)
+    body = await read_body(request, max_bytes, held)
     if len(body) <= limits.INLINE_BODY_BYTES:
         return parse_object(body)
-    return await run_in_threadpool(parse_object, body)
+    return await off_loop(len(body), parse_object, body)
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
+def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     """Decode a JSON object after checking its nesting; strings hold only whole Unicode characters."""
     try:
         text = body.decode("utf-8")
@@ -66,7 +101,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise RequestError("the body holds a number that cannot be read", code="invalid_json") from error
     if not isinstance(value, dict):
         raise RequestError("the body must be a JSON object", code="invalid_json")
-    if _SURROGATE_ESCAPE.search(body):
+    if _SURROGATE_ESCAPE.search(text):
         _check_characters(value)
     return value
 
@@ -76,11 +111,18 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _check_depth(text: str) -> None:
-    depth = containers = 0
+    depth = containers = strings = 0
     field: str | None = None
     for match in _TOKEN.finditer(text):
         token = match.group()
-        if token in "[{":
+        if token[0] == '"':
+            strings += 1
+            if strings > limits.MAX_JSON_STRINGS:
+                where = f"`{field}`" if field else "the body"
+                raise RequestError(f"{where} goes past {limits.MAX_JSON_STRINGS} strings", param=field, code="too_many")
+            if depth == 1:
+                field = token[1:-1][:64]
+        elif token in "[{":
             depth += 1
             containers += 1
             if containers > limits.MAX_JSON_CONTAINERS:
@@ -93,10 +135,8 @@ def _check_depth(text: str) -> None:
                 raise RequestError(
                     f"{where} is nested deeper than {limits.MAX_JSON_DEPTH} levels", param=field, code="too_deep"
                 )
-        elif token in "]}":
+        else:
             depth -= 1
-        elif depth == 1:
-            field = token[1:-1][:64]
 
 
 def _check_characters(root: dict[str, Any]) -> None:

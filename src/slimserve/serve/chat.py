@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from slimserve.errors import RequestError
 from slimserve.serve import admission
-from slimserve.serve.body import read_json
+from slimserve.serve.body import HeldBody, read_json
 from slimserve.serve.choice import ChoiceDelta
 from slimserve.serve.generation import Generation
 from slimserve.serve.log import RequestRow
@@ -340,10 +340,9 @@ class ChatReply:
         }
 
 
-async def chat_completions(state: ServerState, request: Request, row: RequestRow) -> Response:
+async def chat_completions(state: ServerState, request: Request, row: RequestRow, held: HeldBody) -> Response:
     """Serve one chat request."""
-    value = await read_json(request, state.limits.max_body_bytes)
-    body = parse_body(ChatBody, value)
+    body = parse_body(ChatBody, await read_json(request, state.limits.max_body_bytes, held))
     check_chat(state, body)
     tools = template_tools(body.tools) if check_tool_choice(body) else None
     if tools and not state.text.supports_tools:
@@ -358,6 +357,9 @@ async def chat_completions(state: ServerState, request: Request, row: RequestRow
         most = state.router.info.max_request_tokens
         prompt = await off_loop(size, state.text.encode_chat, messages, tools, kwargs, most)
         generation = _prepare(state, row, place, body, prompt, n)
+        # What was asked is tokens now; the text need not live as long as the reply.
+        body.messages, body.chat_template_kwargs, messages, kwargs = [], None, [], {}
+        held.release()
         await generation.start()
     except BaseException:
         place.leave()

@@ -13,7 +13,7 @@ from slimserve.engine.messages import EngineInfo
 from slimserve.engine.request import TokenLogprob
 from slimserve.errors import RequestError
 from slimserve.serve import admission, limits
-from slimserve.serve.body import read_json
+from slimserve.serve.body import HeldBody, read_json
 from slimserve.serve.choice import ChoiceDelta
 from slimserve.serve.generation import Generation
 from slimserve.serve.log import RequestRow
@@ -61,6 +61,13 @@ def read_prompts(value: Any, model: TextModel) -> list[str | list[int]]:
     return list(value)
 
 
+def _num_entries(value: Any) -> int:
+    """How many values reading the prompts looks at."""
+    if not isinstance(value, list):
+        return 1
+    return len(value) + sum(len(item) for item in value[: limits.MAX_PROMPTS] if isinstance(item, list))
+
+
 def encode_prompts(
     prompts: list[str | list[int]], model: TextModel, info: EngineInfo, *, with_text: bool
 ) -> list[Prompt]:
@@ -69,7 +76,7 @@ def encode_prompts(
     for prompt in prompts:
         if isinstance(prompt, str):
             admission.check_characters(len(prompt), model, info, "prompt")
-            found.append(Prompt(model.encode(prompt, most=info.max_request_tokens), prompt))
+            found.append(Prompt(model.encode(prompt, most=info.max_request_tokens), prompt if with_text else ""))
         else:
             found.append(Prompt(prompt, model.decode(prompt) if with_text else ""))
     return found
@@ -178,10 +185,9 @@ class CompletionReply:
         }
 
 
-async def completions(state: ServerState, request: Request, row: RequestRow) -> Response:
+async def completions(state: ServerState, request: Request, row: RequestRow, held: HeldBody) -> Response:
     """Serve one completion request."""
-    value = await read_json(request, state.limits.max_body_bytes)
-    body = parse_body(CompletionBody, value)
+    body = parse_body(CompletionBody, await read_json(request, state.limits.max_body_bytes, held))
     state.check_model(body.model)
     admission.check_stream_options(body)
     n = body.n or 1
@@ -191,7 +197,8 @@ async def completions(state: ServerState, request: Request, row: RequestRow) -> 
         )
     if body.max_tokens == 0 and not body.echo and body.logprobs is None:
         raise RequestError("`max_tokens` 0 needs `echo` or `logprobs`", param="max_tokens", code="invalid_value")
-    inputs = read_prompts(body.prompt, state.text)
+    inputs = await off_loop(_num_entries(body.prompt), read_prompts, body.prompt, state.text)
+    body.prompt = None
     if len(inputs) * n > limits.MAX_CHOICES:
         raise RequestError(f"{len(inputs)} prompts times n = {n} is more than {limits.MAX_CHOICES} choices", param="n")
     place = state.enter(len(inputs) * n)
@@ -205,6 +212,8 @@ async def completions(state: ServerState, request: Request, row: RequestRow) -> 
             with_text=bool(body.echo),
         )
         generation = _prepare(state, row, place, body, prompts, n)
+        inputs.clear()
+        held.release()
         await generation.start()
     except BaseException:
         place.leave()

@@ -18,6 +18,8 @@ _TYPES = {
     503: "server_error",
 }
 _MAX_SHOWN = 80
+_OTHER_KIND = frozenset({"string_type", "list_type", "dict_type", "model_type"})
+"""Complaints that a value is of another type: of a field's several types these fit least."""
 _TYPE_NAMES = re.compile(r"valid dictionary(?: or instance of \w+)?")
 
 
@@ -46,18 +48,25 @@ def from_request_error(error: RequestError) -> dict[str, Any]:
 
 def from_validation(error: ValidationError, value: dict[str, Any]) -> RequestError:
     """The first complaint of pydantic about `value`, named by its path; of a field's several types, the nearest fit."""
-    found = error.errors(include_url=False, include_context=False)[:_MAX_SHOWN]
+    found = error.errors(include_url=False)[:_MAX_SHOWN]
     places = [tuple(_places(item["loc"], value, is_missing=item["type"] == "missing")) for item in found]
     inside = [number for number, place in enumerate(places) if place[: len(places[0])] == places[0]]
-    nearest = max(inside, key=lambda number: len(places[number]))
-    first, path = found[nearest], ".".join(places[nearest])
-    if first["type"] == "extra_forbidden":
+    nearest = max(inside, key=lambda number: (len(places[number]), found[number]["type"] not in _OTHER_KIND))
+    first, place = found[nearest], places[nearest]
+    if first["type"] == "unknown_field":
+        path = _path((*place, first["ctx"]["name"]))
         return RequestError(f"unknown field `{path}`", param=path, code="unknown_field")
+    path = _path(place)
     if first["type"] == "missing":
         return RequestError(f"`{path}` is required", param=path, code="missing_field")
     message = f"`{path}`: {_TYPE_NAMES.sub('valid object', first['msg'])}"
     shown = first.get("input")
     if isinstance(shown, (str, int, float, bool)):
-        text = repr(shown)
+        text = repr(shown[: _MAX_SHOWN + 1] if isinstance(shown, str) else shown)
         message += f" (got {text[:_MAX_SHOWN]}{'...' if len(text) > _MAX_SHOWN else ''})"
     return RequestError(message, param=path or None, code="invalid_value")
+
+
+def _path(place: Sequence[str]) -> str:
+    """A path for people; a client's own names may be as long as its body."""
+    return ".".join(part if len(part) <= _MAX_SHOWN else f"{part[:_MAX_SHOWN]}..." for part in place)

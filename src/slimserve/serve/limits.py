@@ -10,6 +10,12 @@ MAX_JSON_DEPTH = 64
 MAX_JSON_CONTAINERS = 100_000
 """Arrays and objects in a body: each costs a hundred times the bytes that spell it."""
 
+MAX_JSON_STRINGS = 500_000
+"""Strings in a body, names of fields among them."""
+
+MAX_KEYS = 64
+"""Keys of objects that have keys of their own kind: parts of a content, `response_format`."""
+
 MAX_PROMPTS = 256
 """Prompts of one completion request."""
 
@@ -69,11 +75,13 @@ INLINE_BODY_BYTES = 64 * 2**10
 class ServerLimits:
     """Bounds that a server's owner may set.
 
-    max_body_bytes: larger bodies get 413 before they are read. max_open: requests (choices) that may wait or
+    max_body_bytes: larger bodies get 413 before they are read. max_bodies_bytes: what the bodies of all requests may
+    take together until their prompts are tokens; more get 429. max_open: requests (choices) that may wait or
     run at once; more get 429 before any work. keep_alive_seconds: silence in a stream after which a comment
     line is sent, so that proxies keep the connection open.
     """
 
     max_body_bytes: int = 32 * 2**20
+    max_bodies_bytes: int = 256 * 2**20
     max_open: int = 1024
     keep_alive_seconds: float = 15.0

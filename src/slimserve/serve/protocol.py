@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from slimserve.errors import RequestError
@@ -16,6 +16,9 @@ from slimserve.serve.errors import from_validation
 
 _STRUCTURED = "structured output is not served by this version"
 _NOT_TEXT = "this server reads and writes text only"
+
+UNKNOWN_FIELD = "unknown_field"
+"""Type of the complaint about a field that no object of its kind has; its context holds the `name`."""
 
 UNSUPPORTED: dict[str, str] = {
     "regex": _STRUCTURED,
@@ -48,6 +51,29 @@ Body = TypeVar("Body", bound=BaseModel)
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, value: Any) -> Any:
+        """The first unknown field ends the check: pydantic would write a complaint about each of a million."""
+        if isinstance(value, dict):
+            for name in value:
+                if name not in cls.model_fields:
+                    raise PydanticCustomError(UNKNOWN_FIELD, "unknown field", {"name": name})
+        return value
+
+
+class _Open(BaseModel):
+    """An object whose further keys are looked at by hand; nothing known has more than a few."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_keys(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > limits.MAX_KEYS:
+            raise PydanticCustomError("too_long", f"{len(value)} keys; at most {limits.MAX_KEYS} are taken")
+        return value
+
 
 class StreamOptions(_Strict):
     """Options of a stream."""
@@ -67,6 +93,9 @@ def _at_most(count: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+FIRST_ONLY = Field(fail_fast=True)
+"""A list whose first entry at fault ends its check: a million complaints cost more than a million entries."""
+
 ShortText = Annotated[str, Field(max_length=limits.MAX_USER)]
 TokenId = Annotated[int, Field(ge=0, le=limits.MAX_TOKENS)]
 Stop = Annotated[str, Field(min_length=1, max_length=limits.MAX_STOP_LENGTH)]
@@ -79,7 +108,7 @@ class GenerationFields(_Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=limits.MAX_N)] | None = None
-    stop: Stop | Annotated[list[Stop], _at_most(limits.MAX_STOPS)] | None = None
+    stop: Stop | Annotated[list[Stop], FIRST_ONLY, _at_most(limits.MAX_STOPS)] | None = None
     seed: Annotated[int, Field(ge=limits.MIN_SEED, le=limits.MAX_SEED)] | None = None
     temperature: Annotated[float, Field(ge=0, le=limits.MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -93,7 +122,7 @@ class GenerationFields(_Strict):
     repetition_penalty: Annotated[float, Field(gt=0, le=limits.MAX_REPETITION_PENALTY)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, le=limits.MAX_TOKENS)] | None = None
-    stop_token_ids: Annotated[list[TokenId], _at_most(limits.MAX_STOP_TOKENS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], FIRST_ONLY, _at_most(limits.MAX_STOP_TOKENS)] | None = None
     return_token_ids: bool | None = None
     cache_salt: Annotated[str, Field(max_length=limits.MAX_CACHE_SALT)] | None = None
     priority: Annotated[int, Field(ge=-limits.MAX_PRIORITY, le=limits.MAX_PRIORITY)] | None = None
@@ -134,10 +163,9 @@ class ToolCall(_Strict):
     index: int | None = None
 
 
-class ContentPart(BaseModel):
+class ContentPart(_Open):
     """One part of a message's content; other types than text are refused by name in chat.py."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
     type: Annotated[str, Field(max_length=64)]
 
 
@@ -145,14 +173,14 @@ class Message(_Strict):
     """One message. `reasoning` is read as another name of `reasoning_content`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[ContentPart], _at_most(limits.MAX_PARTS)] | None = None
+    content: str | Annotated[list[ContentPart], FIRST_ONLY, _at_most(limits.MAX_PARTS)] | None = None
     name: ShortText | None = None
-    tool_calls: Annotated[list[ToolCall], _at_most(limits.MAX_TOOL_CALLS)] | None = None
+    tool_calls: Annotated[list[ToolCall], FIRST_ONLY, _at_most(limits.MAX_TOOL_CALLS)] | None = None
     tool_call_id: ShortText | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
-    annotations: Annotated[list[Any], _at_most(0)] | None = None
+    annotations: Annotated[list[Any], FIRST_ONLY, _at_most(0)] | None = None
     audio: None = None
     function_call: None = None
 
@@ -173,26 +201,25 @@ class Tool(_Strict):
     function: FunctionDefinition
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(_Open):
     """Only {"type": "text"} is served."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
     type: Annotated[str, Field(max_length=64)]
 
 
 class ChatBody(GenerationFields):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1), _at_most(limits.MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1), FIRST_ONLY, _at_most(limits.MAX_MESSAGES)]
     max_tokens: Annotated[int, Field(ge=1, le=limits.MAX_TOKENS)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=limits.MAX_TOKENS)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=limits.MAX_TOP_LOGPROBS)] | None = None
-    tools: Annotated[list[Tool], _at_most(limits.MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], FIRST_ONLY, _at_most(limits.MAX_TOOLS)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
-    modalities: Annotated[list[Literal["text"]], _at_most(8)] | None = None
+    modalities: Annotated[list[Literal["text"]], FIRST_ONLY, _at_most(8)] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], _at_most(limits.MAX_TEMPLATE_KWARGS)] | None = None
 
 
@@ -201,8 +228,8 @@ class TokenizeBody(_Strict):
 
     model: Annotated[str, Field(max_length=1024)] | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1), _at_most(limits.MAX_MESSAGES)] | None = None
-    tools: Annotated[list[Tool], _at_most(limits.MAX_TOOLS)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1), FIRST_ONLY, _at_most(limits.MAX_MESSAGES)] | None = None
+    tools: Annotated[list[Tool], FIRST_ONLY, _at_most(limits.MAX_TOOLS)] | None = None
     add_special_tokens: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], _at_most(limits.MAX_TEMPLATE_KWARGS)] | None = None
 
@@ -211,7 +238,7 @@ class DetokenizeBody(_Strict):
     """Body of /detokenize."""
 
     model: Annotated[str, Field(max_length=1024)] | None = None
-    tokens: Annotated[list[TokenId], _at_most(limits.MAX_DETOKENIZE)]
+    tokens: Annotated[list[TokenId], FIRST_ONLY, _at_most(limits.MAX_DETOKENIZE)]
 
 
 def parse_body(kind: type[Body], value: dict[str, Any]) -> Body:

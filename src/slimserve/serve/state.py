@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from slimserve.errors import RequestError
+from slimserve.serve.body import BodyBudget
 from slimserve.serve.limits import ServerLimits
 from slimserve.serve.log import RequestLog, RequestRow
 from slimserve.serve.metrics import Metrics
@@ -28,6 +29,10 @@ class ServerState:
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     num_inside: int = 0
+    bodies: BodyBudget = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.bodies = BodyBudget(self.limits.max_bodies_bytes)
 
     def row(self, endpoint: str) -> RequestRow:
         """Start the row of a request."""

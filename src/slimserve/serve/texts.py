@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from slimserve.errors import RequestError
 from slimserve.serve import admission, limits
-from slimserve.serve.body import read_json
+from slimserve.serve.body import HeldBody, read_json
 from slimserve.serve.chat import check_template_kwargs, template_messages, template_tools, written_size
 from slimserve.serve.log import RequestRow
 from slimserve.serve.protocol import DetokenizeBody, TokenizeBody, parse_body
@@ -25,9 +25,9 @@ def _check_size(size: int, most: int, param: str) -> None:
         )
 
 
-async def tokenize(state: ServerState, request: Request, row: RequestRow) -> Response:
+async def tokenize(state: ServerState, request: Request, row: RequestRow, held: HeldBody) -> Response:
     """Token ids of a text or of a rendered conversation."""
-    body = parse_body(TokenizeBody, await read_json(request, state.limits.max_body_bytes))
+    body = parse_body(TokenizeBody, await read_json(request, state.limits.max_body_bytes, held))
     state.check_model(body.model)
     most = max(limits.MAX_TOKENIZE_CHARACTERS, _CHARACTERS_PER_TOKEN * state.router.info.max_request_tokens)
     if (body.prompt is None) == (body.messages is None):
@@ -52,9 +52,9 @@ async def tokenize(state: ServerState, request: Request, row: RequestRow) -> Res
     )
 
 
-async def detokenize(state: ServerState, request: Request, row: RequestRow) -> Response:
+async def detokenize(state: ServerState, request: Request, row: RequestRow, held: HeldBody) -> Response:
     """Text of token ids."""
-    body = parse_body(DetokenizeBody, await read_json(request, state.limits.max_body_bytes))
+    body = parse_body(DetokenizeBody, await read_json(request, state.limits.max_body_bytes, held))
     state.check_model(body.model)
     admission.check_token_ids(body.tokens, state.text.vocab_size, "tokens")
     text = await off_loop(len(body.tokens), state.text.decode, body.tokens, keep_control=True)
