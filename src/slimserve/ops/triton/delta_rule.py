@@ -30,6 +30,9 @@ BLOCK = 16
 VALUE_SLICE = 32
 """Values that a program owns: its warps own eight each, so that sums over a block's rows stay inside a warp."""
 
+# One compiled form for every step: a number that is 1 when decoding and 9 when not would otherwise make two.
+_INDEX_POINTERS = ["state_in_ptr", "state_out_ptr", "open_index_ptr", "row_offsets_ptr", "start_ptr"]
+
 
 @triton.jit
 def _halves(x):
@@ -78,7 +81,7 @@ def _block_decays(
     return decay
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ring"], do_not_specialize_on_alignment=_INDEX_POINTERS)
 def _pairs_kernel(
     q_ptr, k_ptr, g_ptr, pairs_ptr, open_k_ptr, open_g_ptr, open_index_ptr, row_offsets_ptr, start_ptr, ring,
     heads: tl.constexpr, repeat: tl.constexpr, key_dim: tl.constexpr,
@@ -203,7 +206,7 @@ def _solve_block(
     return written
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_crossings", "ring"], do_not_specialize_on_alignment=_INDEX_POINTERS)
 def _delta_rule_kernel(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, pairs_ptr, out_ptr,
     state_ptr, open_k_ptr, open_g_ptr, open_d_ptr,

@@ -12,6 +12,32 @@ KEEP_ROWS = 16
 
 
 @triton.jit
+def row_of(token, row_offsets_ptr, num_rows, R: tl.constexpr = 64):
+    """The row that owns a flat token: how many rows end at or before it; int64."""
+    row = tl.zeros((), tl.int32)
+    first = 0
+    while first < num_rows:
+        index = first + tl.arange(0, R)
+        ends = tl.load(row_offsets_ptr + 1 + index, mask=index < num_rows, other=2147483647)
+        row += tl.sum((ends <= token).to(tl.int32), axis=0)
+        first += R
+    return row.to(tl.int64)
+
+
+@triton.jit
+def rows_of(tokens, row_offsets_ptr, num_rows, N: tl.constexpr, R: tl.constexpr = 64):
+    """`row_of` of N flat tokens at once; tokens behind the last belong to no row and get num_rows."""
+    row = tl.zeros((N,), tl.int32)
+    first = 0
+    while first < num_rows:
+        index = first + tl.arange(0, R)
+        ends = tl.load(row_offsets_ptr + 1 + index, mask=index < num_rows, other=2147483647)
+        row += tl.sum((ends[None, :] <= tokens[:, None]).to(tl.int32), axis=1)
+        first += R
+    return row.to(tl.int64)
+
+
+@triton.jit
 def kept_or_new(ring_ptr, new_ptr, ring_rows, flat, old, new, stride, cols, live_cols):
     """Rows [N, W] float32 whose elements lie at row * stride + cols: from the ring where old, from the step where new.
 
