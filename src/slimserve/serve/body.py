@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -12,6 +13,8 @@ from slimserve.errors import RequestError
 from slimserve.serve import limits
 from slimserve.serve.stream import ClientGoneError
 from slimserve.serve.threads import off_loop
+
+Checked = TypeVar("Checked")
 
 # Strings are skipped whole, an unclosed one to the end; possessive quantifiers need no backtracking stack. So the
 # scan is linear in the body.
@@ -76,12 +79,14 @@ def _too_large(max_bytes: int) -> NoReturn:
     raise RequestError(f"the body is larger than {max_bytes} bytes", code="body_too_large", status=413)
 
 
-async def read_json(request: Request, max_bytes: int, held: HeldBody) -> dict[str, Any]:
-    """The request's JSON object; RequestError names the field at fault where there is one."""
+async def read_checked(
+    request: Request, max_bytes: int, held: HeldBody, check: Callable[[dict[str, Any]], Checked]
+) -> Checked:
+    """What `check` makes of the request's JSON object; RequestError names the field at fault where there is one."""
     body = await read_body(request, max_bytes, held)
     if len(body) <= limits.INLINE_BODY_BYTES:
-        return parse_object(body)
-    return await off_loop(len(body), parse_object, body)
+        return check(parse_object(body))
+    return await off_loop(len(body), lambda: check(parse_object(body)))
 
 
 def parse_object(body: bytes | bytearray) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from slimserve.errors import RequestError
 from slimserve.serve import admission
-from slimserve.serve.body import HeldBody, read_json
+from slimserve.serve.body import HeldBody, read_checked
 from slimserve.serve.choice import ChoiceDelta
 from slimserve.serve.generation import Generation
 from slimserve.serve.log import RequestRow
@@ -340,25 +340,42 @@ class ChatReply:
         }
 
 
-async def chat_completions(state: ServerState, request: Request, row: RequestRow, held: HeldBody) -> Response:
-    """Serve one chat request."""
-    body = parse_body(ChatBody, await read_json(request, state.limits.max_body_bytes, held))
+@dataclass(slots=True)
+class _Asked:
+    """A checked request as the template takes it; size: characters and values that rendering and tokenizing read."""
+
+    body: ChatBody
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    kwargs: dict[str, Any]
+    size: int
+
+
+def _read(state: ServerState, value: dict[str, Any]) -> _Asked:
+    """Check a body; runs off the event loop where it is large."""
+    body = parse_body(ChatBody, value)
     check_chat(state, body)
     tools = template_tools(body.tools) if check_tool_choice(body) else None
     if tools and not state.text.supports_tools:
         raise RequestError("this model's chat template has no tools", param="tools", code="unsupported_parameter")
     messages = template_messages(body.messages)
     kwargs = check_template_kwargs(body.chat_template_kwargs)
+    admission.check_characters(messages_size(messages), state.text, state.router.info, "messages")
+    return _Asked(body, messages, tools, kwargs, written_size(messages, tools, kwargs))
+
+
+async def chat_completions(state: ServerState, request: Request, row: RequestRow, held: HeldBody) -> Response:
+    """Serve one chat request."""
+    asked = await read_checked(request, state.limits.max_body_bytes, held, lambda value: _read(state, value))
+    body, tools = asked.body, asked.tools
     n = body.n or 1
     place = state.enter(n)
     try:
-        admission.check_characters(messages_size(messages), state.text, state.router.info, "messages")
-        size = written_size(messages, tools, kwargs)
         most = state.router.info.max_request_tokens
-        prompt = await off_loop(size, state.text.encode_chat, messages, tools, kwargs, most)
+        prompt = await off_loop(asked.size, state.text.encode_chat, asked.messages, tools, asked.kwargs, most)
         generation = _prepare(state, row, place, body, prompt, n)
         # What was asked is tokens now; the text need not live as long as the reply.
-        body.messages, body.chat_template_kwargs, messages, kwargs = [], None, [], {}
+        asked.messages, body.messages, asked.kwargs, body.chat_template_kwargs = [], [], {}, None
         held.release()
         await generation.start()
     except BaseException:

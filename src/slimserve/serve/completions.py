@@ -13,7 +13,7 @@ from slimserve.engine.messages import EngineInfo
 from slimserve.engine.request import TokenLogprob
 from slimserve.errors import RequestError
 from slimserve.serve import admission, limits
-from slimserve.serve.body import HeldBody, read_json
+from slimserve.serve.body import HeldBody, read_checked
 from slimserve.serve.choice import ChoiceDelta
 from slimserve.serve.generation import Generation
 from slimserve.serve.log import RequestRow
@@ -59,13 +59,6 @@ def read_prompts(value: Any, model: TextModel) -> list[str | list[int]]:
             )
         admission.check_token_ids(item, model.vocab_size, f"prompt.{index}")
     return list(value)
-
-
-def _num_entries(value: Any) -> int:
-    """How many values reading the prompts looks at."""
-    if not isinstance(value, list):
-        return 1
-    return len(value) + sum(len(item) for item in value[: limits.MAX_PROMPTS] if isinstance(item, list))
 
 
 def encode_prompts(
@@ -185,9 +178,9 @@ class CompletionReply:
         }
 
 
-async def completions(state: ServerState, request: Request, row: RequestRow, held: HeldBody) -> Response:
-    """Serve one completion request."""
-    body = parse_body(CompletionBody, await read_json(request, state.limits.max_body_bytes, held))
+def _read(state: ServerState, value: dict[str, Any]) -> tuple[CompletionBody, list[str | list[int]]]:
+    """A checked body and its prompts; runs off the event loop where it is large."""
+    body = parse_body(CompletionBody, value)
     state.check_model(body.model)
     admission.check_stream_options(body)
     n = body.n or 1
@@ -197,10 +190,17 @@ async def completions(state: ServerState, request: Request, row: RequestRow, hel
         )
     if body.max_tokens == 0 and not body.echo and body.logprobs is None:
         raise RequestError("`max_tokens` 0 needs `echo` or `logprobs`", param="max_tokens", code="invalid_value")
-    inputs = await off_loop(_num_entries(body.prompt), read_prompts, body.prompt, state.text)
+    inputs = read_prompts(body.prompt, state.text)
     body.prompt = None
     if len(inputs) * n > limits.MAX_CHOICES:
         raise RequestError(f"{len(inputs)} prompts times n = {n} is more than {limits.MAX_CHOICES} choices", param="n")
+    return body, inputs
+
+
+async def completions(state: ServerState, request: Request, row: RequestRow, held: HeldBody) -> Response:
+    """Serve one completion request."""
+    body, inputs = await read_checked(request, state.limits.max_body_bytes, held, lambda value: _read(state, value))
+    n = body.n or 1
     place = state.enter(len(inputs) * n)
     try:
         prompts = await off_loop(
