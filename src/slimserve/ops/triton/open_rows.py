@@ -25,19 +25,6 @@ def row_of(token, row_offsets_ptr, num_rows, R: tl.constexpr = 64):
 
 
 @triton.jit
-def rows_of(tokens, row_offsets_ptr, num_rows, N: tl.constexpr, R: tl.constexpr = 64):
-    """`row_of` of N flat tokens at once; tokens behind the last belong to no row and get num_rows."""
-    row = tl.zeros((N,), tl.int32)
-    first = 0
-    while first < num_rows:
-        index = first + tl.arange(0, R)
-        ends = tl.load(row_offsets_ptr + 1 + index, mask=index < num_rows, other=2147483647)
-        row += tl.sum((ends[None, :] <= tokens[:, None]).to(tl.int32), axis=1)
-        first += R
-    return row.to(tl.int64)
-
-
-@triton.jit
 def kept_or_new(ring_ptr, new_ptr, ring_rows, flat, old, new, stride, cols, live_cols):
     """Rows [N, W] float32 whose elements lie at row * stride + cols: from the ring where old, from the step where new.
 
@@ -75,10 +62,10 @@ def _keep_kernel(
         value = tl.load(first_ptr + source * first_width + cols, mask=mask, other=0.0)
         tl.store(first_ring_ptr + target * first_width + cols, value, mask=mask)
     else:
-        cols = ((block - first_blocks) * BLOCK + tl.arange(0, BLOCK))[None, :]
-        mask = live & (cols < second_width)
-        value = tl.load(second_ptr + source * second_width + cols, mask=mask, other=0.0)
-        tl.store(second_ring_ptr + target * second_width + cols, value, mask=mask)
+        beside = ((block - first_blocks) * BLOCK + tl.arange(0, BLOCK))[None, :]
+        wanted = live & (beside < second_width)
+        other = tl.load(second_ptr + source * second_width + beside, mask=wanted, other=0.0)
+        tl.store(second_ring_ptr + target * second_width + beside, other, mask=wanted)
 
 
 def keep_rows(
@@ -98,7 +85,7 @@ def keep_rows(
     beside, beside_ring = first if second is None else second
     widths = source[0].numel(), 0 if second is None else beside[0].numel()
     rows = ring.shape[1]
-    block = min(256, next_power(max(widths)))
+    block = min(128, next_power(max(widths)))
     blocks = [cdiv(width, block) for width in widths]
     grid = (row_offsets.numel() - 1, sum(blocks), cdiv(rows, KEEP_ROWS))
     _keep_kernel[grid](
