@@ -125,11 +125,12 @@ def sample_replies(params: SamplingParams, count: int, *, tells: bool = True) ->
 @pytest.mark.parametrize(
     ("params", "count", "tells"),
     [
-        (SamplingParams(temperature=1.0), 20_000, True),
-        (SamplingParams(temperature=0.6, top_k=7, top_p=0.9), 5_000, True),
-        (SamplingParams(temperature=1.0), 5_000, False),
+        pytest.param(SamplingParams(temperature=1.0), 20_000, True, marks=pytest.mark.slow),
+        (SamplingParams(temperature=1.0), 4_000, True),
+        (SamplingParams(temperature=0.6, top_k=7, top_p=0.9), 4_000, True),
+        (SamplingParams(temperature=1.0), 4_000, False),
     ],
-    ids=["plain", "filtered", "drafter without probabilities"],
+    ids=["20,000", "plain", "filtered", "drafter without probabilities"],
 )
 def test_replies_follow_the_targets_distribution(params: SamplingParams, count: int, tells: bool) -> None:
     replies, engine = sample_replies(params, count, tells=tells)
@@ -193,3 +194,43 @@ def test_a_draft_that_the_filters_exclude_is_refused() -> None:
         rows = [SamplingRow(params, seed, position) for position in (5, 6)]
         tokens = accept_by_ratio([3], [certain(3)], logits, rows, 4)
         assert len(tokens) == 1 and tokens[0] in (1, 2)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(temperature=1.0), SamplingParams(temperature=0.8, top_k=12, top_p=0.95)],
+    ids=["plain", "filtered"],
+)
+def test_a_walk_among_candidates_leaves_the_targets_distribution(params: SamplingParams) -> None:
+    """DFlash2 draws among its 16 best candidates; tokens outside of them come from the residual alone."""
+    rng = np.random.default_rng(3)
+    vocab, count = 40, 8_000
+    target = torch.tensor(1.5 * rng.standard_normal((2, vocab)), dtype=torch.float32)
+    guess = (target[0].numpy() + 0.8 * rng.standard_normal(vocab)).astype(np.float32)
+    ids = np.argsort(-guess)[:16].astype(np.int64)
+    scores = guess[ids]
+    sampler = DraftSampler(SpeculationConfig(acceptance=Acceptance.REJECTION), vocab, frozenset())
+    counts, drafted, accepted = np.zeros(vocab), np.zeros(vocab), 0
+    for seed in range(count):
+        request = Request(f"r{seed}", [1, 2], params, 4)
+        request.output_token_ids.append(3)
+        request.seed = seed
+        sampler.start([request])
+        token = int(ids[sampler.draw_among(request, 0, ids, scores)])
+        rows = [SamplingRow(params, seed, position) for position in (3, 4)]
+        tokens = accept_by_ratio([token], sampler.distributions(request.request_id), target, rows, vocab)
+        sampler.release(request.request_id)
+        drafted[token] += 1
+        counts[tokens[0]] += 1
+        accepted += len(tokens) == 2
+    wanted = distribution(target[0].numpy(), SamplingRow(params, 0, 0), None)
+    expected = np.bincount(wanted.token_ids, wanted.probabilities, minlength=vocab)
+    p = p_value(counts, count * expected)
+    assert p > 0.001, f"p = {p:.5f}"
+    order = np.argsort(ids)
+    own = distribution(scores[order], SamplingRow(params, 0, 0), None)
+    expected = np.zeros(vocab)
+    expected[ids[order][own.token_ids]] = own.probabilities
+    p = p_value(drafted, count * expected)
+    assert p > 0.001, f"drafts: p = {p:.5f}"
+    assert 0.3 < accepted / count < 0.95
