@@ -33,6 +33,8 @@ class Manners:
     min_tokens: bool = False
     cached: int = 0
     token_seconds: float = 0.0
+    drafts: bool = False
+    steps: int = 0
     seen: list[Any] = field(default_factory=list)
     running: int = 0
     most_running: int = 0
@@ -53,7 +55,24 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def do_GET(self) -> None:
-        self._json({"data": [{"id": "a-model"}]})
+        m = self.manners
+        if self.path == "/metrics":
+            return self._json({"error": {"message": "no such path"}}, 404) if not m.drafts else self._metrics(m.steps)
+        return self._json({"data": [{"id": "a-model"}]})
+
+    def _metrics(self, steps: int) -> None:
+        """Counters of a server whose every step drafts two tokens, of which the first holds."""
+        lines = [f"slimserve_{name}_total {steps}.0" for name in ("steps", "decode_rows")]
+        lines.append(f"slimserve_decode_tokens_total {2 * steps}.0")
+        for kind, held in (("drafted", (1, 1)), ("accepted", (1, 0))):
+            for place, share in enumerate(held, start=1):
+                labels = f'drafter="nextn",position="{place}"'
+                lines.append(f"slimserve_{kind}_tokens_by_position_total{{{labels}}} {share * steps}.0")
+        body = "\n".join(["# HELP x y", *lines, ""]).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -85,6 +104,8 @@ class Handler(BaseHTTPRequestHandler):
         if m.min_tokens and body.get("min_tokens") == body["max_tokens"]:
             early = 0
         count = body["max_tokens"] - early
+        with m.lock:
+            m.steps += count // 2
         usage = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": count,
@@ -145,6 +166,21 @@ def test_counts_prompts_and_rates(server: Any) -> None:
     assert all(len(request["sha256"]) == 64 for request in one["requests"])
     assert any("yes" in line for line in exact_lines(report))
     json.dumps(report)
+
+
+def test_steps_and_acceptance_are_told_apart(server: Any) -> None:
+    url, manners = server
+    report = run_exact(Endpoint(url), SHAPE)
+    assert all(row["drafting"] is None and row["steps_per_second"] is None for row in report["rows"])
+    manners.drafts, manners.token_seconds = True, 0.001
+    report = run_exact(Endpoint(url), SHAPE)
+    one, four = (row["drafting"] for row in report["rows"])
+    assert (one["steps"], four["steps"]) == (2 * 6, 2 * 4 * 6), "the warm-up is not counted"
+    assert one["tokens_per_row"] == 2.0 and one["acceptance"] == 0.5 and one["acceptance_by_position"] == [1.0, 0.0]
+    rates = [report["rows"][0][name]["median"] for name in ("steps_per_second", "output_tokens_per_second")]
+    assert rates[0] == pytest.approx(rates[1] / 2)
+    words = "steps/s, 2.00 tokens per stream and step; nextn: 50% of the drafts held, by position 100% 0%"
+    assert any(words in line for line in exact_lines(report))
 
 
 def test_a_server_that_takes_text_only_gets_exact_texts(server: Any) -> None:

@@ -15,7 +15,7 @@ from slimserve.engine.loop import Engine
 from slimserve.engine.request import SamplingParams
 from slimserve.errors import UsageError
 from slimserve.hardware import Hardware
-from slimserve.measure.engine_counts import EngineCounts, drafting_words
+from slimserve.measure.engine_counts import EngineCounts, drafting_words, total_counts
 from slimserve.profiles.resolve import resolve
 from slimserve.serve.admission import submission
 from slimserve.serve.metrics import Metrics
@@ -71,7 +71,7 @@ def test_metrics_tell_steps_and_acceptance_apart(loaded: LoadedModel) -> None:
     assert found.acceptance is not None and 0 < found.acceptance <= 1
     words = drafting_words(found.as_json())
     assert f"{found.tokens_per_row:.2f} tokens per stream and step; model: {found.acceptance:.0%}" in words
-    assert sum(found.drafted) == sum(after.drafted) - sum(before.drafted)
+    assert total_counts([before, found]) == after
 
 
 def test_other_servers_have_no_such_counters() -> None:

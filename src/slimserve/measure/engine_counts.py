@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from slimserve.errors import RunError
@@ -98,6 +99,22 @@ class EngineCounts:
             "acceptance": self.acceptance,
             "acceptance_by_position": self.acceptance_by_position,
         }
+
+
+def total_counts(parts: Sequence[EngineCounts]) -> EngineCounts:
+    """The sum of several stretches of one server."""
+    drafted, accepted = (
+        tuple(sum(counts) for counts in zip_longest(*(getattr(part, name) for part in parts), fillvalue=0))
+        for name in ("drafted", "accepted")
+    )
+    return EngineCounts(
+        sum(part.steps for part in parts),
+        sum(part.decode_rows for part in parts),
+        sum(part.decode_tokens for part in parts),
+        parts[-1].drafter if parts else "none",
+        drafted,
+        accepted,
+    )
 
 
 def drafting_words(counts: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 from slimserve.errors import RunError, UsageError
 from slimserve.measure.client import Endpoint, Reply, ServerError
+from slimserve.measure.engine_counts import EngineCounts, drafting_words, total_counts
 from slimserve.measure.figures import Figure, figure, percentile
 from slimserve.measure.prompts import Prompt, PromptSource, prompt_source
 
@@ -62,7 +63,10 @@ class Abilities:
 
 @dataclass(slots=True)
 class PassResult:
-    """One pass: all requests at one concurrency. Rates in tokens per second over all streams."""
+    """One pass: all requests at one concurrency. Rates in tokens per second over all streams.
+
+    `counts`: steps and drafts by the server's own counters; None for servers without them.
+    """
 
     concurrency: int
     replies: list[Reply]
@@ -70,6 +74,7 @@ class PassResult:
     started: float
     exact: bool
     problems: list[str] = field(default_factory=list)
+    counts: EngineCounts | None = None
 
     @property
     def output_rate(self) -> float:
@@ -151,6 +156,7 @@ def run_pass(
                 replies[number] = Reply(error=str(error))
 
     threads = [threading.Thread(target=stream, args=(first,), daemon=True) for first in range(count)]
+    before = EngineCounts.read(endpoint)
     for thread in threads:
         thread.start()
     barrier.wait()
@@ -158,8 +164,10 @@ def run_pass(
     for thread in threads:
         thread.join()
     seconds = time.perf_counter() - started
+    after = EngineCounts.read(endpoint) if before is not None else None
+    counts = after.since(before) if after is not None and before is not None else None
     problems = [problem for reply in replies if (problem := _problem(reply, shape))]
-    return PassResult(count, replies, seconds, started, not problems, problems)
+    return PassResult(count, replies, seconds, started, not problems, problems, counts)
 
 
 def _problem(reply: Reply, shape: ExactShape) -> str:
@@ -242,6 +250,8 @@ def _row(count: int, passes: Sequence[PassResult]) -> dict[str, Any]:
     firsts = [r.first_token_seconds for r in replies if r.first_token_seconds is not None]
     gaps = [gap for reply in replies for gap in _gaps(reply)]
     decode = [rate for result in passes if (rate := result.decode_rate) is not None]
+    counts = [result.counts for result in passes if result.counts is not None]
+    steps = [result.counts.steps / result.seconds for result in passes if result.counts is not None]
     return {
         "concurrency": count,
         "exact": all(result.exact for result in passes),
@@ -251,6 +261,8 @@ def _row(count: int, passes: Sequence[PassResult]) -> dict[str, Any]:
         "first_token_seconds": {"median": percentile(firsts, 0.5), "p99": percentile(firsts, 0.99)},
         "inter_token_seconds": {f"p{int(100 * p)}": percentile(gaps, p) for p in (0.5, 0.9, 0.99)},
         "cached_tokens": sum(reply.cached_tokens or 0 for reply in replies),
+        "steps_per_second": _json(figure(steps)),
+        "drafting": total_counts(counts).as_json() if counts else None,
         "requests": [_request(reply, number) for number, result in enumerate(passes) for reply in result.replies],
     }
 
@@ -296,6 +308,8 @@ def exact_lines(report: dict[str, Any]) -> list[str]:
             f"{_shown(row['decode_tokens_per_second']):>24} {_milliseconds(first):>12} "
             f"{_milliseconds(inter['p50']) + ' / ' + _milliseconds(inter['p99']):>18} {'yes' if row['exact'] else 'NO'}"
         )
+        if row["drafting"] is not None:
+            lines.append(f"        {_shown(row['steps_per_second'])} steps/s, {drafting_words(row['drafting'])}")
         lines += [f"        {problem}" for problem in row["problems"][:2]]
     return lines + [f"note: {note}" for note in report["notes"]]
 
