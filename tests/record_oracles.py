@@ -21,15 +21,17 @@ from typing import Any, ClassVar
 import nano_models
 import numpy as np
 import torch
+from hybrid_driver import HybridDriver
 
 from slimserve.fetch import locate
 from slimserve.measure import gates, gates_needles, questions
 from slimserve.profiles.record import ProfileRecord
 from slimserve.profiles.registry import find_record
+from slimserve.weights.loader import load_model
 
 FOLDER = Path(gates.__file__).parent / "oracles"
-Scores = Callable[[list[int]], np.ndarray]
-"""Log probabilities [T, V] after every token of a sequence."""
+Draft = Callable[[list[int], int], list[int]]
+"""Tokens and a count to that many tokens that may follow."""
 
 
 class LlamaCpp:
@@ -55,6 +57,7 @@ class LlamaCpp:
         raise NotImplementedError("needles of GGUF profiles are sentences to continue")
 
     def scores(self, tokens: list[int]) -> np.ndarray:
+        """Log probabilities [T, V] after every token."""
         self.scorer.reset()
         self.scorer.eval(tokens)
         logits = torch.from_numpy(self.scorer.scores[: len(tokens)].copy())
@@ -102,6 +105,7 @@ class Transformers:
 
     @torch.inference_mode()
     def scores(self, tokens: list[int]) -> np.ndarray:
+        """Log probabilities [T, V] after every token."""
         logits = self.model(input_ids=torch.tensor([tokens])).logits[0]
         return torch.log_softmax(logits.double(), dim=-1).numpy()
 
@@ -151,14 +155,24 @@ def _replace(tensors: dict[str, torch.Tensor], name: str, value: torch.Tensor) -
     tensors[name] = value
 
 
-def record_case(engine: Transformers, prompt: list[int], name: str, count: int = 48) -> dict[str, Any]:
-    """One prompt's greedy tokens, each with by how much it was preferred."""
-    output, margins = [], []
-    for _ in range(count):
-        row = engine.scores([*prompt, *output])[-1]
-        second, first = np.sort(row)[-2:]
-        output.append(int(row.argmax()))
-        margins.append(round(float(first - second), 4))
+def record_case(engine: Transformers, prompt: list[int], name: str, guess: Draft, count: int = 48) -> dict[str, Any]:
+    """One prompt's greedy tokens, each with by how much the engine preferred it.
+
+    `guess` proposes how the tokens go on; only those that are the engine's own choice are kept, so it saves passes and
+    decides nothing.
+    """
+    output: list[int] = []
+    margins: list[float] = []
+    while len(output) < count:
+        proposed = guess([*prompt, *output], count - len(output))
+        rows = engine.scores([*prompt, *output, *proposed[:-1]])[len(prompt) + len(output) - 1 :]
+        for row, token in zip(rows, proposed, strict=True):
+            second, first = np.sort(row)[-2:]
+            output.append(int(row.argmax()))
+            margins.append(round(float(first - second), 4))
+            if output[-1] != token:
+                break
+    print(f"  {name}: recorded", flush=True)
     return {"name": name, "prompt_token_ids": prompt, "output_token_ids": output, "margins": margins}
 
 
@@ -169,7 +183,11 @@ def main(names: list[str]) -> None:
         path = FOLDER / f"{name}.json"
         oracle = json.loads(path.read_text(encoding="utf-8"))
         if name == nano_models.GLM:
-            oracle["cases"] = [record_case(engine, c["prompt_token_ids"], c["name"]) for c in oracle["cases"]]
+            model = load_model(nano_models.packaged(name)).model
+            oracle["cases"] = [
+                record_case(engine, c["prompt_token_ids"], c["name"], HybridDriver(model).greedy)
+                for c in oracle["cases"]
+            ]
             oracle["source"] = f"{engine.source}; greedy, end tokens ignored"
         ids = gates.likelihood_ids(engine.marked)
         rows = engine.scores(ids)[:-1]

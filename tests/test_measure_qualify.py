@@ -294,8 +294,9 @@ def test_a_needle_that_is_answered_where_none_was_planted_fails(monkeypatch: pyt
 
 
 def test_how_few_needles_a_share_lets_expect() -> None:
-    """Binomial tails by hand: (1/2)^4 = 6.25 % is likely enough, (1/2)^5 is not."""
-    assert likely_least(0.5, 4) == 0 and likely_least(0.5, 5) == 1
+    """Binomial tails by hand: of 5 at 1/2 none has 3.1 % and one at most 18.8 %, of 7 one at most 6.3 %."""
+    assert likely_least(0.5, 5) == likely_least(0.5, 7) == 1 and likely_least(0.5, 10) == 2
+    assert likely_least(0.5, 4) == 1, "none of four would be likely enough, but it is no recall"
     assert likely_least(1.0, 8) == 8 and likely_least(0.75, 20) == 12
 
 

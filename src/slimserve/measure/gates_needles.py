@@ -96,12 +96,13 @@ def trials_at(record: QualifyRecord, length: int) -> int:
 
 
 def likely_least(share: float, trials: int) -> int:
-    """The fewest of `trials` that are found with a probability of CHANCE or more if each is found with `share`."""
+    """The fewest of `trials`, but at least one, that are found with a probability of CHANCE or more if each is found
+    with `share`."""
     below = 0.0
     for found in range(trials + 1):
         below += math.comb(trials, found) * share**found * (1 - share) ** (trials - found)
         if below >= CHANCE:
-            return found
+            return max(1, found)
     return trials
 
 
