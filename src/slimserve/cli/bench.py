@@ -1,15 +1,20 @@
-"""`slimserve bench exact | sustained | floor | speculate`: figures that can be reproduced."""
+"""`slimserve bench exact | sustained | floor | kernels | step | speculate`: figures that can be reproduced."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from slimserve.cli.terminal import say, speak
 from slimserve.errors import UsageError
+
+if TYPE_CHECKING:
+    from slimserve.engine.build import EngineSettings
+    from slimserve.engine.config import EngineConfig
+    from slimserve.profiles.resolve import ResolvedProfile
 
 group = typer.Typer(
     help="Measure: exact token counts against any OpenAI server, sustained load, the physical floor.",
@@ -135,6 +140,122 @@ def floor(
         source = f"copy on {device}, {measured.lowest / 1e9:.0f} to {measured.highest / 1e9:.0f} GB/s"
     report = floor_report(resolved, numbers(concurrency, "concurrency"), context, rate, source)
     finish(report, floor_lines(report), as_json, out)
+
+
+@group.command("kernels")
+def kernels(
+    profile: Annotated[str | None, typer.Argument(help="The matrices and attention of this profile.")] = None,
+    model: Annotated[str | None, typer.Option("--model", metavar="PATH", help="A file or folder instead.")] = None,
+    formats: Annotated[
+        str | None, typer.Option("--formats", help="Without a profile: formats like Q4_K,NVFP4; default all.")
+    ] = None,
+    shapes: Annotated[
+        str | None, typer.Option("--shapes", help="Without a profile, on a GPU: weight shapes by name; default all.")
+    ] = None,
+    experts: Annotated[
+        str | None, typer.Option("--experts", help="Without a profile, on a GPU: gate+down formats; empty for none.")
+    ] = None,
+    rows: Annotated[str, typer.Option("--rows", help="Input rows, like 1,8,64.")] = "1,8,64",
+    context: Annotated[str, typer.Option("--context", help="Tokens of attention, like 1000,8000.")] = "1000,8000",
+    kv_dtype: Annotated[str | None, typer.Option("--kv-dtype", help="bf16, fp16 or fp8.")] = None,
+    sweep: Annotated[bool, typer.Option("--sweep", help="On a GPU: other tile shapes too.")] = False,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
+    as_json: AsJson = False,
+    out: Out = None,
+) -> None:
+    """Weight stream and attention of single kernels beside the copy bandwidth, every timed output checked."""
+    import torch
+
+    from slimserve.engine.build import check_device
+    from slimserve.engine.config import CacheDtype
+    from slimserve.measure import kernel_bench
+    from slimserve.profiles.resolve import resolve
+
+    named = profile is not None or model is not None
+    given = [
+        flag for flag, value in (("formats", formats), ("shapes", shapes), ("experts", experts)) if value is not None
+    ]
+    if named and given:
+        raise UsageError(f"--{given[0]} is for runs without a profile; a profile brings its own matrices")
+    wanted = "cuda" if device == "auto" and torch.cuda.is_available() else "cpu" if device == "auto" else device
+    target = check_device(wanted)
+    if target.type == "cpu" and (sweep or shapes is not None or experts is not None):
+        raise UsageError(
+            "--sweep, --shapes and --experts are about a GPU's kernels; the processor has one form of each"
+        )
+    heads: list[kernel_bench.Heads] = []
+    pairs: list[str] = []
+    if named:
+        resolved = resolve(profile, model=model, flags={"kv_dtype": kv_dtype}, device=target.type)
+        dtype = CacheDtype(resolved.value("kv_dtype")).torch
+        name, matrices = resolved.name, kernel_bench.matrices_of(resolved.description)
+        heads = kernel_bench.heads_of(resolved.description, dtype)
+    else:
+        dtype = torch.bfloat16  # no attention is timed without a model
+        if kv_dtype is not None:
+            raise UsageError("--kv-dtype is for attention, which is timed for a profile only")
+        name, matrices = "formats", kernel_bench.fixed_matrices(target, _words(formats), _words(shapes))
+        pairs = [] if target.type == "cpu" else list(kernel_bench.EXPERT_PAIRS if experts is None else _words(experts))
+    shape = kernel_bench.KernelShape(numbers(rows, "rows"), numbers(context, "context"), dtype, sweep)
+    report = kernel_bench.measure_kernels(name, target, shape, matrices, heads, pairs, say)
+    finish(report, kernel_bench.kernel_lines(report), as_json, out)
+
+
+def _words(text: str | None) -> tuple[str, ...]:
+    return tuple(word.strip() for word in (text or "").split(",") if word.strip())
+
+
+@group.command("step")
+def step(
+    profile: Annotated[str | None, typer.Argument(help="A profile of `slimserve list`.")] = None,
+    model: Annotated[str | None, typer.Option("--model", metavar="PATH", help="A file or folder instead.")] = None,
+    weights: Annotated[
+        str | None, typer.Option("--weights", help="synthetic: the profile's geometry, weights made on the device.")
+    ] = None,
+    streams: Annotated[str, typer.Option("--streams", help="Rows of a step, like 1,8.")] = "1,8",
+    context: Annotated[int, typer.Option("--context", min=1, help="Tokens behind each row.")] = 1000,
+    steps: Annotated[int, typer.Option("--steps", min=8, help="Most timed steps.")] = 24,
+    seconds: Annotated[float, typer.Option("--seconds", help="After which no timed step begins.")] = 20.0,
+    trace: Annotated[bool, typer.Option("--trace", help="Time per family of operations beside its floor.")] = False,
+    null_model: Annotated[
+        bool, typer.Option("--null-model", help="No model at all: what the engine itself costs (on the CPU).")
+    ] = False,
+    vocab: Annotated[int, typer.Option("--vocab", min=2, help="Vocabulary of the null model.")] = 151_936,
+    kv_dtype: Annotated[str | None, typer.Option("--kv-dtype", help="bf16, fp16 or fp8.")] = None,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
+    as_json: AsJson = False,
+    out: Out = None,
+) -> None:
+    """A decode step of this build, in this process: its time, its floor and, with --trace, where the time goes."""
+    from slimserve.measure.overhead import overhead_lines, overhead_report
+    from slimserve.measure.step import StepShape, measure_step, step_lines
+    from slimserve.profiles.planning import admit
+    from slimserve.profiles.resolve import resolve
+
+    counts = numbers(streams, "streams")
+    if null_model:
+        if profile or model or weights or trace:
+            raise UsageError("--null-model takes neither a profile nor a model, --weights or --trace")
+        plain = overhead_report(counts, vocab)
+        finish(plain, overhead_lines(plain), as_json, out)
+        return
+    shape = StepShape(counts, context, steps, seconds, trace)
+    flags = {"max_sequences": max(counts), "max_context": shape.max_context, "kv_dtype": kv_dtype, "drafter": "none"}
+    resolved = resolve(profile, model=model, flags=flags, device=None if device == "auto" else device)
+    config, _ = admit(resolved)
+    report = measure_step(resolved.name, _engine_settings(resolved, config, weights), resolved.description, shape, say)
+    finish(report, step_lines(report), as_json, out)
+
+
+def _engine_settings(resolved: ResolvedProfile, config: EngineConfig, weights: str | None) -> EngineSettings:
+    """What the engine is built from: the profile's files, or synthetic weights."""
+    from slimserve.engine.build import EngineSettings, encode_config
+    from slimserve.fetch import TerminalProgress
+    from slimserve.profiles.synthetic import synthetic_of
+
+    made = synthetic_of(resolved, weights)
+    path = "" if made is not None else str(resolved.model_path(TerminalProgress()))
+    return EngineSettings(path=path, name=resolved.name, config=encode_config(config), synthetic=made)
 
 
 @group.command("speculate")

@@ -120,21 +120,17 @@ def open_model(
 def _files_or_made(resolved: ResolvedProfile, weights: str | None) -> tuple[str, ModelText, SyntheticModel | None]:
     """(path, text side, what to make): a model's files, fetched where missing, or synthetic weights and no path."""
     from slimserve.fetch import TerminalProgress
-    from slimserve.profiles.synthetic import SYNTHETIC, synthetic_model
+    from slimserve.profiles.synthetic import synthetic_of
     from slimserve.serve.model_text import metadata_text, model_text
     from slimserve.weights.source import open_source
     from slimserve.weights.tokenizer.stand_in import stand_in_metadata
 
     vocab_size = resolved.description.vocab_size
     formats = {"reasoning": resolved.reasoning_parser, "calls": resolved.tool_parser}
-    if weights is None:
+    made = synthetic_of(resolved, weights)
+    if made is None:
         path = resolved.model_path(TerminalProgress())
         return str(path), model_text(open_source(Path(path)), vocab_size, **formats), None
-    if weights != SYNTHETIC:
-        raise UsageError(f"--weights {weights!r} is not known; the only value is {SYNTHETIC}")
-    if resolved.record is None or resolved.path is not None:
-        raise UsageError("--weights synthetic makes the weights of a profile; leave out --model")
-    made = synthetic_model(resolved.record)
     return "", metadata_text(stand_in_metadata(vocab_size), vocab_size, **formats), made
 
 

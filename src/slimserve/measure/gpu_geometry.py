@@ -39,10 +39,12 @@ from slimserve.hardware import copy_bandwidth, detect
 from slimserve.measure.gpu_rates import (
     DecodeRun,
     decode_run,
+    end_all,
     first_token_seconds,
     longest_requests,
     prompt_of,
     same_beginnings,
+    start_streams,
 )
 from slimserve.models.contract import Role
 from slimserve.plan.compare import compare, comparison_lines
@@ -305,36 +307,14 @@ class Bench:
                 self.sink.say(line)
 
         for count in streams:
-            self._streams_up(engine, count)
+            start_streams(engine, count, self.prompt_tokens)
             show(f"decode of {count}", trace_steps(engine.step, 3))
-            self._end_all(engine)
+            end_all(engine)
         engine.cache.clear_index()
-        self._submit(engine, 1, 900, min(4096, engine.cache.max_request_tokens - 2))
+        length = min(4096, engine.cache.max_request_tokens - 2)
+        start_streams(engine, 1, length, first=900, decoding=False)
         show("prompt of 4,096, first two steps", trace_steps(engine.step, 2))
-        self._end_all(engine)
-
-    def _submit(self, engine: Engine, count: int, first: int, length: int) -> None:
-        from slimserve.engine.request import Request, SamplingParams
-
-        for number in range(first, first + count):
-            prompt = prompt_of(number, length, engine.model.config.vocab_size)
-            params = SamplingParams(temperature=1.0, top_k=20, top_p=0.95, seed=number)
-            most = min(512, engine.cache.max_request_tokens - length)
-            engine.submit(Request(f"traced-{number}", prompt, params, most, ignore_eos=True))
-
-    def _streams_up(self, engine: Engine, count: int) -> None:
-        """`count` streams that all decode, their shape recorded."""
-        self._submit(engine, count, 0, self.prompt_tokens)
-        while any(job.num_pending > 1 or job.sequence is None for job in engine.scheduler.jobs()):
-            engine.step()
-        for _ in range(4):
-            engine.step()
-
-    def _end_all(self, engine: Engine) -> None:
-        for job in engine.scheduler.jobs():
-            engine.abort(job.request.request_id)
-        while engine.has_work:
-            engine.step()
+        end_all(engine)
 
 
 def measure_profile(name: str, sink: Sink, streams: Sequence[int], steps: int, seconds: float, trace: bool) -> None:

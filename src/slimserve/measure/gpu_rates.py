@@ -129,6 +129,29 @@ def _take(engine: Engine, tokens: dict[str, list[int]]) -> None:
         raise RuntimeError(f"{len(outputs)} of {len(tokens)} streams decoded in a step")
 
 
+def start_streams(engine: Engine, count: int, length: int, *, first: int = 0, decoding: bool = True) -> None:
+    """Submit `count` prompts of `length` tokens and, where asked, step until all decode and their shape is recorded."""
+    for number in range(first, first + count):
+        prompt = prompt_of(number, length, engine.model.config.vocab_size)
+        params = SamplingParams(**SAMPLING, seed=number)  # type: ignore[arg-type]
+        most = min(512, engine.cache.max_request_tokens - length)
+        engine.submit(Request(f"traced-{number}", prompt, params, most, ignore_eos=True))
+    if not decoding:
+        return
+    while any(job.num_pending > 1 or job.sequence is None for job in engine.scheduler.jobs()):
+        engine.step()
+    for _ in range(WARM_STEPS):
+        engine.step()
+
+
+def end_all(engine: Engine) -> None:
+    """End every request."""
+    for job in engine.scheduler.jobs():
+        engine.abort(job.request.request_id)
+    while engine.has_work:
+        engine.step()
+
+
 def first_token_seconds(engine: Engine, prompt: list[int]) -> float:
     """Time from submit to the first token of a prompt that nothing of is cached, alone."""
     engine.cache.clear_index()

@@ -1,21 +1,16 @@
 """Speed of the device kernels against the measured copy bandwidth, with every timed output checked.
 
-    python -m slimserve.measure.kernels [--formats Q4_K,NVFP4] [--rows 1,4,16,64] [--sweep] [--out FILE]
-
-Weights are random bytes in the layout of their format (synthetic), enough copies to exceed the second-level cache
-several times; calls are captured in a CUDA graph that walks the copies, so that launch time of the host does not
-count. A figure is the median over replays; the rate counts the bytes of the weights' file form.
+`slimserve bench kernels` runs it. Weights are random bytes in the layout of their format (synthetic), enough copies to
+exceed the second-level cache several times; calls are captured in a CUDA graph that walks the copies, so that launch
+time of the host does not count. A figure is the median over replays; the rate counts the bytes of the weights' file
+form.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 
@@ -138,9 +133,11 @@ def relative_error(got: torch.Tensor, x: torch.Tensor, packed: PackedTensor, row
     return float((got[:, : decoded.shape[0]].double() - expected).norm() / expected.norm())
 
 
-def measure_linear(what: str, name: str, rows: Sequence[int], bandwidth: float, sweep: bool) -> list[Figure]:
-    """All row counts of one weight shape and format."""
-    device, shape = torch.device("cuda"), SHAPES[what]
+def measure_linear(
+    what: str, shape: tuple[int, int], name: str, rows: Sequence[int], bandwidth: float, sweep: bool
+) -> list[Figure]:
+    """All row counts of one weight of `shape` [N, K] and format."""
+    device = torch.device("cuda")
     packed = random_packed(name, shape, device)
     case = Case(Op.LINEAR, device, architecture(device), name, dtype=torch.bfloat16, shape=shape)
     choice = resolve(case, entries("cuda"))
@@ -246,54 +243,3 @@ def _expert_error(
         hidden = gate * torch.sigmoid(gate) * up
         expected += weights[0, slot].double() * (expert_of(down, expert).dequantize().double() @ hidden)
     return float((got[0].double() - expected).norm() / expected.norm())
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print a table; writes every figure as JSON where --out is given."""
-    parser = argparse.ArgumentParser(prog="slimserve.measure.kernels", description=__doc__)
-    parser.add_argument("--formats", default=",".join(FORMATS))
-    parser.add_argument("--shapes", default=",".join(name for name in SHAPES if name != "expert"))
-    parser.add_argument("--rows", default=",".join(str(count) for count in ROWS))
-    parser.add_argument("--sweep", action="store_true", help="time other tile shapes too")
-    parser.add_argument("--experts", default="NVFP4+NVFP4,IQ2_XXS+Q2_K", help="gate+down formats, or empty")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("No CUDA device: the kernel bench needs one.", file=sys.stderr)
-        return 3
-    rows = [int(count) for count in options.rows.split(",")]
-    bandwidth = copy_bandwidth(torch.device("cuda"))
-    print(f"{torch.cuda.get_device_name()}: copy {bandwidth / 1e9:.0f} GB/s (read + written)", flush=True)
-    figures: list[Figure] = []
-    for name in filter(None, options.formats.split(",")):
-        for what in filter(None, options.shapes.split(",")):
-            figures += _shown(measure_linear(what, name, rows, bandwidth, options.sweep))
-            torch.cuda.empty_cache()
-    for pair in filter(None, options.experts.split(",")):
-        gate, down = pair.split("+")
-        figures += _shown(measure_experts(gate, down, rows, bandwidth))
-        torch.cuda.empty_cache()
-    if options.out is not None:
-        record = {
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "copy_bytes_per_second": bandwidth,
-            "weights": "synthetic",
-            "figures": [asdict(figure) for figure in figures],
-        }
-        options.out.write_text(json.dumps(record, indent=1), encoding="utf-8")
-    return 0
-
-
-def _shown(figures: list[Figure]) -> list[Figure]:
-    for f in figures:
-        print(
-            f"{f.format:16s} {f.what:28s} M={f.rows:<3d} {f.microseconds:9.1f} us +-{f.spread:6.1f} "
-            f"{f.gigabytes_per_second:7.0f} GB/s {100 * f.share_of_copy:5.1f} %  err {f.error:.1e}  {f.variant}",
-            flush=True,
-        )
-    return figures
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

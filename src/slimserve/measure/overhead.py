@@ -1,16 +1,13 @@
-"""What a decode step costs besides the model: plan, inputs, sampling and commit, on a model that does nothing.
-
-`python -m slimserve.measure.overhead --rows 8 --vocab 151936` prints microseconds per step.
-"""
+"""What a decode step costs besides the model: plan, inputs, sampling and commit, on a model that does nothing."""
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -64,7 +61,7 @@ class _NullModel:
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """Median microseconds of a step's parts; `run` holds inputs, finite check and greedy sampling."""
+    """Microseconds of a step's parts; `run` holds inputs, finite check and greedy sampling."""
 
     plan: float
     run: float
@@ -86,8 +83,17 @@ def measure_overhead(num_rows: int, vocab_size: int, num_steps: int = 500) -> Ov
         engine.submit(Request(f"r{number}", prompt, SamplingParams(temperature=0.0), 3500, ignore_eos=True))
     while any(job.num_pending > 1 for job in engine.scheduler.jobs()):
         engine.step()
+    for _ in range(_WARM_UP_STEPS):
+        engine.step()
+    return time_parts(engine, num_steps)
+
+
+def time_parts(
+    engine: Engine, num_steps: int, average: Callable[[Sequence[float]], float] = statistics.median
+) -> Overhead:
+    """Run num_steps steps of an engine that only decodes, and time their parts."""
     parts: tuple[list[float], list[float], list[float]] = ([], [], [])
-    for step in range(_WARM_UP_STEPS + num_steps):
+    for _ in range(num_steps):
         marks = [time.perf_counter()]
         plan = engine.scheduler.plan()
         marks.append(time.perf_counter())
@@ -95,28 +101,31 @@ def measure_overhead(num_rows: int, vocab_size: int, num_steps: int = 500) -> Ov
         marks.append(time.perf_counter())
         engine.scheduler.commit(plan, result)
         marks.append(time.perf_counter())
-        if step >= _WARM_UP_STEPS:
-            for part, (start, end) in zip(parts, itertools.pairwise(marks), strict=True):
-                part.append((end - start) * 1e6)
-    return Overhead(*(statistics.median(part) for part in parts))
+        for part, (start, end) in zip(parts, itertools.pairwise(marks), strict=True):
+            part.append((end - start) * 1e6)
+    return Overhead(*(average(part) for part in parts))
 
 
-def main() -> None:
-    """Print the figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--vocab", type=int, default=151_936)
-    parser.add_argument("--repeats", type=int, default=5)
-    arguments = parser.parse_args()
-    found = [measure_overhead(arguments.rows, arguments.vocab) for _ in range(arguments.repeats)]
-    totals = sorted(overhead.total for overhead in found)
-    middle = sorted(found, key=lambda overhead: overhead.total)[len(found) // 2]
-    print(
-        f"{arguments.rows} rows, {arguments.vocab} tokens: {middle.total:.0f} us a step "
-        f"({totals[0]:.0f} .. {totals[-1]:.0f} over {len(found)} repeats): plan {middle.plan:.0f}, "
-        f"inputs and sampling {middle.run:.0f}, commit {middle.commit:.0f}"
-    )
+def overhead_report(rows: Sequence[int], vocab_size: int, *, num_steps: int = 500, repeats: int = 5) -> dict[str, Any]:
+    """Microseconds of a step besides the model, for several numbers of rows, as plain data (see `overhead_lines`)."""
+    table = []
+    for count in rows:
+        found = sorted(
+            (measure_overhead(count, vocab_size, num_steps) for _ in range(repeats)), key=lambda one: one.total
+        )
+        middle = found[len(found) // 2]
+        table.append({
+            "rows": count, "microseconds": middle.total, "lowest": found[0].total, "highest": found[-1].total,
+            "plan": middle.plan, "inputs_and_sampling": middle.run, "commit": middle.commit,
+        })  # fmt: skip
+    return {"kind": "overhead", "vocab_size": vocab_size, "repeats": repeats, "rows": table}
 
 
-if __name__ == "__main__":
-    main()
+def overhead_lines(report: dict[str, Any]) -> list[str]:
+    """The report for people."""
+    return [
+        f"{row['rows']} rows, {report['vocab_size']} tokens: {row['microseconds']:.0f} us a step "
+        f"({row['lowest']:.0f} .. {row['highest']:.0f} over {report['repeats']} repeats): plan {row['plan']:.0f}, "
+        f"inputs and sampling {row['inputs_and_sampling']:.0f}, commit {row['commit']:.0f}"
+        for row in report["rows"]
+    ]

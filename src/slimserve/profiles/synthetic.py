@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from slimserve.errors import RefusalError
+from slimserve.errors import RefusalError, UsageError
 from slimserve.profiles.record import ProfileRecord
+from slimserve.profiles.resolve import ResolvedProfile
 from slimserve.weights.synthetic import SyntheticModel
 
 SYNTHETIC = "synthetic"
@@ -19,3 +20,17 @@ def synthetic_model(record: ProfileRecord, seed: int = 0) -> SyntheticModel:
             f"{'format map' if model.config else 'config'}"
         )
     return SyntheticModel(record.name, model.config, model.formats, model.present, seed)
+
+
+def synthetic_of(resolved: ResolvedProfile, weights: str | None) -> SyntheticModel | None:
+    """What --weights asks to make in place of a profile's files; None where it is not given.
+
+    Raises UsageError for another value, or where a model of one's own is given.
+    """
+    if weights is None:
+        return None
+    if weights != SYNTHETIC:
+        raise UsageError(f"--weights {weights!r} is not known; the only value is {SYNTHETIC}")
+    if resolved.record is None or resolved.path is not None:
+        raise UsageError("--weights synthetic makes the weights of a profile; leave out --model")
+    return synthetic_model(resolved.record)
