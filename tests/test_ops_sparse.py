@@ -140,6 +140,25 @@ def test_equal_scores_prefer_the_lower_index(name: str) -> None:
     assert chosen.tolist() == [[0, 1, 2, 3, 4, 5]]
 
 
+def test_ties_zeros_of_either_sign_infinities_and_nan(name: str) -> None:
+    """Small integers as scores, so that most tie: the order is total, and a place is never given twice."""
+    ops, device = implementation(name), device_of(name)
+    generator = torch.Generator().manual_seed(8)
+    pages = torch.zeros(12, 16, 16)
+    pages[:, :, 0] = torch.randint(-3, 4, (12, 16), generator=generator).float()
+    pages[3, 5, 0], pages[4, 6, 0], pages[7, 0, 0] = float("nan"), float("inf"), float("nan")
+    table = (torch.randperm(11, generator=generator) + 1).to(torch.int32)[None]
+    queries = torch.zeros(3, 16, 16)
+    queries[:, 0, 0] = 1.0
+    weights = torch.tensor([[1.0], [-1.0], [0.5]]).expand(3, 16).contiguous()  # relu zeros times -1 are minus zero
+    offsets, starts = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([697], dtype=torch.int32)
+    for top in (1, 37, 173, 174):
+        settings = {"top_pools": top, "scale": 1.0, "max_context": 700}
+        expected = indexer.select_pools(queries, weights, pages, table, offsets, starts, **settings)
+        on = [t.to(device) for t in (queries, weights, pages, table, offsets, starts)]
+        assert torch.equal(ops.select_pools(*on, **settings).cpu(), expected), f"top {top}"
+
+
 def test_hyper_connections(name: str) -> None:
     ops, device = implementation(name), device_of(name)
     generator = torch.Generator().manual_seed(2)

@@ -11,22 +11,17 @@ import triton
 import triton.language as tl
 
 from slimserve.ops.triton.launch import INTERPRETED, NO_FUSION, cdiv, next_power
-from slimserve.ops.triton.open_rows import keep_rows
+from slimserve.ops.triton.open_rows import keep_rows, row_of
 
 PAGE_TOKENS = 64
 HEAD_ROWS = 16
 LIST_BLOCK = 32
 SCORE_BLOCK = 64
+RANK_BLOCK = 2048
 SCORE_WORKSPACE_BYTES = 256 << 20
 """Scores are ranked for as many tokens at once as fit here; the rest follow."""
 
 _NOTHING = -3.0e38
-
-
-def token_rows(row_offsets: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """The row that owns each flat token: [T] int32."""
-    flat = torch.arange(num_tokens, device=row_offsets.device, dtype=row_offsets.dtype)
-    return torch.searchsorted(row_offsets[1:].contiguous(), flat, right=True).to(torch.int32)
 
 
 @triton.jit
@@ -56,16 +51,16 @@ def _attend(
     return new_best, total, sum_
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _latent_kernel(
-    q_ptr, latent_ptr, table_ptr, pools_ptr, token_row_ptr, offsets_ptr, starts_ptr, out_ptr,
-    heads, table_stride, num_pools, scale,
+    q_ptr, latent_ptr, table_ptr, pools_ptr, offsets_ptr, starts_ptr, out_ptr,
+    heads, table_stride, num_pools, num_rows, scale,
     POOL: tl.constexpr, LISTED: tl.constexpr, IEEE: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_H: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, NOTHING: tl.constexpr,
 ):  # fmt: skip
     flat = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    row = tl.load(token_row_ptr + flat).to(tl.int64)
+    row = row_of(flat, offsets_ptr, num_rows)
     position = tl.load(starts_ptr + row).to(tl.int64) + flat - tl.load(offsets_ptr + row).to(tl.int64)
     table_base = row * table_stride
     col = tl.arange(0, BLOCK_D)
@@ -124,13 +119,11 @@ def latent_attention(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if num_tokens == 0:
         return out
-    rows = token_rows(row_offsets, num_tokens)
     ieee = q.dtype == torch.float32 or INTERPRETED
-    listed = pools is not None
     _latent_kernel[(num_tokens, cdiv(heads, HEAD_ROWS))](
-        q.contiguous(), latent, block_table, pools if pools is not None else rows, rows, row_offsets, start_positions,
-        out, heads, block_table.stride(0), pools.shape[1] if pools is not None else 0, scale,
-        POOL=pool, LISTED=listed, IEEE=ieee, PAGE=PAGE_TOKENS, BLOCK=LIST_BLOCK, BLOCK_H=HEAD_ROWS, DIM=dim,
+        q.contiguous(), latent, block_table, block_table if pools is None else pools, row_offsets, start_positions,
+        out, heads, block_table.stride(0), 0 if pools is None else pools.shape[1], row_offsets.numel() - 1, scale,
+        POOL=pool, LISTED=pools is not None, IEEE=ieee, PAGE=PAGE_TOKENS, BLOCK=LIST_BLOCK, BLOCK_H=HEAD_ROWS, DIM=dim,
         BLOCK_D=max(16, next_power(dim)), NOTHING=_NOTHING, num_warps=8 if dim > 128 else 4, **NO_FUSION,
     )  # fmt: skip
     return out
@@ -203,30 +196,35 @@ def update_pools(
 
 
 @triton.jit
-def _rank(score, index):
-    """A total order as int64 >= 0: a higher score first, among equals the lower index, NaN last; index < 2^31."""
+def _ordered(score):
+    """float32 as int32 that sort alike; NaN is below every number."""
     bits = score.to(tl.int32, bitcast=True)
     # Negative floats count down as their magnitude grows.
-    ordered = tl.where(bits < 0, -1 - (bits & 0x7FFFFFFF), bits).to(tl.int64) + 2147483648
-    ordered = tl.where(score == score, ordered, 0)
-    return ordered * 2147483648 + (2147483647 - index.to(tl.int64))
+    return tl.where(score == score, tl.where(bits < 0, -1 - (bits & 0x7FFFFFFF), bits), -2147483648)
 
 
 @triton.jit
+def _rank(score, index):
+    """A total order as int64 >= 0: a higher score first, among equals the lower index, NaN last; index < 2^31."""
+    return (_ordered(score).to(tl.int64) + 2147483648) * 2147483648 + (2147483647 - index.to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["num_rows", "first_token", "order_stride"])
 def _score_kernel(
-    q_ptr, weight_ptr, pages_ptr, table_ptr, token_row_ptr, offsets_ptr, starts_ptr, order_ptr,
-    heads, table_stride, order_stride, first_token, scale,
+    q_ptr, weight_ptr, pages_ptr, table_ptr, offsets_ptr, starts_ptr, order_ptr,
+    heads, table_stride, order_stride, num_rows, first_token, scale,
     POOL: tl.constexpr, IEEE: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Ranks as int64: a higher number is a better pool, equal scores prefer the lower index; -1 = not visible."""
+    """Scores of a token's visible pools as int32 that sort like them, NaN below all; others are not written."""
     flat = first_token + tl.program_id(0).to(tl.int64)
     pool = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(token_row_ptr + flat).to(tl.int64)
+    row = row_of(flat, offsets_ptr, num_rows)
     position = tl.load(starts_ptr + row).to(tl.int64) + flat - tl.load(offsets_ptr + row).to(tl.int64)
-    visible = pool < (position + 1) // POOL
-    out = order_ptr + tl.program_id(0).to(tl.int64) * order_stride + pool
-    stored = pool < order_stride
+    count = (position + 1) // POOL
+    if tl.program_id(1) * BLOCK >= count:
+        return
+    visible = pool < count
     per_page: tl.constexpr = PAGE // POOL
     col = tl.arange(0, BLOCK_D)
     head = tl.arange(0, BLOCK_H)
@@ -247,7 +245,67 @@ def _score_kernel(
     # A maximum would turn NaN into zero on some devices; NaN must rank last instead.
     dots = tl.where(dots < 0.0, 0.0, dots)
     score = tl.sum(dots * weight[None, :], axis=1)
-    tl.store(out, tl.where(visible, _rank(score, pool), -1), mask=stored)
+    # Minus zero is zero: negative weights make it, and ties go to the lower index.
+    order = _ordered(tl.where(score == 0.0, 0.0, score))
+    tl.store(order_ptr + tl.program_id(0).to(tl.int64) * order_stride + pool, order, mask=visible)
+
+
+@triton.jit(do_not_specialize=["num_rows", "first_token", "order_stride"])
+def _select_kernel(
+    order_ptr, chosen_ptr, offsets_ptr, starts_ptr, order_stride, num_rows, first_token, top,
+    POOL: tl.constexpr, RANKED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_TOP: tl.constexpr,
+):  # fmt: skip
+    """The `top` best of a token's visible pools in ascending order: a radix search for the last place, then a sweep.
+
+    Four sweeps count the digits (eight bits each) of scores that share the digits found so far; the fifth writes what
+    lies above the score found, and the first pools of those that equal it until the places are taken.
+    """
+    flat = first_token + tl.program_id(0).to(tl.int64)
+    row = row_of(flat, offsets_ptr, num_rows)
+    position = tl.load(starts_ptr + row).to(tl.int64) + flat - tl.load(offsets_ptr + row).to(tl.int64)
+    visible = ((position + 1) // POOL).to(tl.int32)
+    chosen_ptr += flat * top
+    order_ptr += tl.program_id(0).to(tl.int64) * order_stride
+    if (not RANKED) or (visible <= top):
+        slot = tl.arange(0, BLOCK_TOP)
+        tl.store(chosen_ptr + slot, tl.where(slot < visible, slot, -1), mask=slot < top)
+    else:
+        lane = tl.arange(0, BLOCK)
+        digits = tl.arange(0, 256)
+        # Digits count from zero, as if the scores were shifted by 2^31.
+        places = top
+        found = tl.zeros((), tl.int32)
+        for step in tl.static_range(4):
+            shift = 24 - 8 * step
+            counts = tl.zeros((256,), tl.int32)
+            first = 0
+            while first < visible:
+                index = first + lane
+                order = tl.load(order_ptr + index, mask=index < visible, other=0) ^ -2147483648
+                wanted = index < visible
+                if step > 0:
+                    wanted = wanted & ((order ^ found) >> (shift + 8) == 0)
+                counts += tl.histogram(tl.where(wanted, (order >> shift) & 255, 0), 256, mask=wanted)
+                first += BLOCK
+            above = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0)
+            digit = tl.sum((above + counts >= places).to(tl.int32), axis=0) - 1
+            places -= tl.sum(tl.where(digits == digit, above, 0), axis=0)
+            found = found | (digit << shift)
+        last = found ^ -2147483648
+        written = 0
+        equals = 0
+        first = 0
+        while first < visible:
+            index = first + lane
+            order = tl.load(order_ptr + index, mask=index < visible, other=0)
+            equal = ((order == last) & (index < visible)).to(tl.int32)
+            better = ((order > last) & (index < visible)).to(tl.int32)
+            take = better + equal * ((equals + tl.cumsum(equal, axis=0)) <= places).to(tl.int32)
+            target = written + tl.cumsum(take, axis=0) - 1
+            tl.store(chosen_ptr + target, index, mask=(take > 0) & (target < top))
+            written += tl.sum(take, axis=0)
+            equals += tl.sum(equal, axis=0)
+            first += BLOCK
 
 
 def select_pools(
@@ -265,29 +323,29 @@ def select_pools(
     """See ops.hybrid.select_pools."""
     num_tokens, heads, dim = queries.shape
     pool = PAGE_TOKENS // pages.shape[1]
-    rows = token_rows(row_offsets, num_tokens)
+    num_rows = row_offsets.numel() - 1
     most = max(1, max_context // pool)
-    chosen = torch.full((num_tokens, top_pools), -1, dtype=torch.int32, device=queries.device)
-    if most <= top_pools:  # every visible pool is chosen: nothing to rank
-        flat = torch.arange(num_tokens, device=queries.device)
-        visible = (start_positions[rows] + flat - row_offsets[rows] + 1) // pool
-        index = torch.arange(top_pools, device=queries.device)[None]
-        return torch.where(index < visible[:, None], index, -1).to(torch.int32)
+    chosen = torch.empty((num_tokens, top_pools), dtype=torch.int32, device=queries.device)
+    if num_tokens == 0:
+        return chosen
+    ranked = most > top_pools  # else every visible pool is chosen and there is nothing to rank
+    chunk = max(1, min(num_tokens, SCORE_WORKSPACE_BYTES // (4 * most))) if ranked else num_tokens
+    order = torch.empty((chunk, most), dtype=torch.int32, device=queries.device) if ranked else chosen
     queries, head_weights = queries.contiguous(), head_weights.float().contiguous()
     ieee = queries.dtype == torch.float32 or INTERPRETED
-    chunk = max(1, min(num_tokens, SCORE_WORKSPACE_BYTES // (8 * most)))
-    order = torch.empty((chunk, most), dtype=torch.int64, device=queries.device)
     for first in range(0, num_tokens, chunk):
         count = min(chunk, num_tokens - first)
-        _score_kernel[(count, cdiv(most, SCORE_BLOCK))](
-            queries, head_weights, pages, block_table, rows, row_offsets, start_positions, order,
-            heads, block_table.stride(0), most, first, scale,
-            POOL=pool, IEEE=ieee, PAGE=PAGE_TOKENS, BLOCK=SCORE_BLOCK, BLOCK_H=max(16, next_power(heads)), DIM=dim,
-            BLOCK_D=max(16, next_power(dim)), num_warps=4, **NO_FUSION,
+        if ranked:
+            _score_kernel[(count, cdiv(most, SCORE_BLOCK))](
+                queries, head_weights, pages, block_table, row_offsets, start_positions, order,
+                heads, block_table.stride(0), most, num_rows, first, scale,
+                POOL=pool, IEEE=ieee, PAGE=PAGE_TOKENS, BLOCK=SCORE_BLOCK, BLOCK_H=max(16, next_power(heads)), DIM=dim,
+                BLOCK_D=max(16, next_power(dim)), num_warps=4, **NO_FUSION,
+            )  # fmt: skip
+        _select_kernel[(count,)](
+            order, chosen, row_offsets, start_positions, most, num_rows, first, top_pools,
+            POOL=pool, RANKED=ranked, BLOCK=RANK_BLOCK, BLOCK_TOP=next_power(top_pools), num_warps=8,
         )  # fmt: skip
-        best = torch.topk(order[:count], top_pools, dim=1, sorted=False)
-        index = torch.where(best.values >= 0, best.indices, most).sort(dim=1).values
-        chosen[first : first + count] = torch.where(index < most, index, -1).to(torch.int32)
     return chosen
 
 
