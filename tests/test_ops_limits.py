@@ -7,6 +7,7 @@ published widths, with caches whose offsets pass 2^31 elements.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -209,6 +210,139 @@ def test_delta_rule_in_the_last_slots(case: tuple[str, int, int, int, int, int, 
     assert float((kept - reference["state"][1:]).norm() / reference["state"][1:].norm()) < 1e-4
     assert bool(store["state"][: slots - 3].isnan().all()), "a slot of another sequence changed"
     assert all(bool(store[name][: num_open - 1].isnan().all()) for name in ("open_k", "open_g", "open_d"))
+
+
+PAST = (1 << 31) + (1 << 20)
+"""Elements of a storage whose last entries have offsets that 32 bits do not hold."""
+
+
+def reserved(*shape: int) -> torch.Tensor:
+    """Memory that is asked for and not touched, with an extent in front so that it holds more than PAST bfloat16."""
+    per_entry = 1
+    for extent in shape:
+        per_entry *= extent
+    try:
+        return torch.empty((PAST // per_entry, *shape), dtype=torch.bfloat16)
+    except RuntimeError:
+        pytest.skip("this machine does not lend address space it does not have")
+
+
+def beside(storages: dict[str, torch.Tensor]) -> list[tuple[dict[str, torch.Tensor], int]]:
+    """(storages, index of an entry near the end): the large ones, then copies of three entries."""
+    small = {name: torch.empty((3, *storage.shape[1:]), dtype=storage.dtype) for name, storage in storages.items()}
+    return [(storages, min(storage.shape[0] for storage in storages.values()) - 1), (small, 2)]
+
+
+@pytest.mark.parametrize("kind", ["pages", "latents", "pools", "recurrent", "convolution"])
+def test_interpreted_offsets_past_32_bits(kind: str) -> None:
+    """Entries behind 2^31 elements give the bits that the same entries give in a storage of three."""
+    if torch.cuda.is_available():
+        pytest.skip("the runs above do this on the device")
+    implementation("triton")
+    generator = torch.Generator().manual_seed(9)
+    results = [run(generator.manual_seed(9)) for run in OFFSET_RUNS[kind]()]
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+        assert bool(one.isfinite().all())
+
+
+def _index(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def _page_runs():  # type: ignore[no-untyped-def]
+    from slimserve.ops.triton import attention, rows
+
+    def run(store, last, generator):  # type: ignore[no-untyped-def]
+        q, k, v = (torch.randn(5, heads, 64, generator=generator) for heads in (4, 2, 2))
+        slots = torch.arange(5) + last * BLOCK_TOKENS
+        rows.write_pages(k, store["k"], slots)
+        rows.write_pages(v, store["v"], slots)
+        settings = {"scale": 0.1, "max_q_len": 5, "max_context": 5}
+        return [attention.paged_attention(q, store["k"], store["v"], _index(last)[None], _index(0, 5), _index(0),
+                                          **settings)]  # fmt: skip
+
+    storages = {"k": reserved(2, 64, 64), "v": reserved(2, 64, 64)}
+    return [partial(run, store, last) for store, last in beside(storages)]
+
+
+def _latent_runs():  # type: ignore[no-untyped-def]
+    from slimserve.ops.triton import gates, sparse
+
+    def run(store, last, generator):  # type: ignore[no-untyped-def]
+        q, values = torch.randn(5, 3, 32, generator=generator), torch.randn(5, 32, generator=generator)
+        gates.write_latents(values, store["latent"], torch.arange(5) + last * BLOCK_TOKENS)
+        return [sparse.latent_attention(q, store["latent"], _index(last)[None], None, _index(0, 5), _index(0),
+                                        scale=0.1, pool=POOL, max_context=5)]  # fmt: skip
+
+    return [partial(run, store, last) for store, last in beside({"latent": reserved(64, 32)})]
+
+
+def _pool_runs():  # type: ignore[no-untyped-def]
+    from slimserve.ops.triton import sparse
+
+    def run(store, last, generator):  # type: ignore[no-untyped-def]
+        keys, gates = (torch.randn(30, 32, generator=generator) for _ in range(2))
+        ape, queries = torch.randn(POOL, 32, generator=generator), torch.randn(30, 16, 32, generator=generator)
+        weights, table = torch.rand(30, 16, generator=generator), _index(last)[None]
+        for start, stop in ((0, 6), (6, 30)):
+            count = stop - start
+            sparse.update_pools(keys[start:stop], gates[start:stop], ape, store["pages"], store["raw"], table,
+                                _index(last), _index(0, count), _index(start))  # fmt: skip
+        chosen = sparse.select_pools(queries, weights, store["pages"], table, _index(0, 30), _index(0), top_pools=3,
+                                     scale=1.0, max_context=30)  # fmt: skip
+        return [store["pages"][last, :7], store["raw"][last, :10], chosen]
+
+    storages = {"pages": reserved(16, 32), "raw": reserved(20, 64)}
+    return [partial(run, store, last) for store, last in beside(storages)]
+
+
+def _recurrent_runs():  # type: ignore[no-untyped-def]
+    from slimserve.ops.triton import linear_attention as kernels
+
+    def run(store, last, generator):  # type: ignore[no-untyped-def]
+        q, k, v = (torch.randn(70, 1, 32, generator=generator) for _ in range(3))
+        g, beta = -torch.rand(70, 1, generator=generator), torch.rand(70, 1, generator=generator)
+        out = [
+            kernels.gated_delta_rule(
+                *(x[start:stop] for x in (q, k, v, g, beta)), store["state"], store["open_k"], store["open_g"],
+                store["open_d"], _index(0), _index(last)[None], _index(last), _index(0, stop - start), _index(start),
+            )
+            for start, stop in ((0, 40), (40, 70))
+        ]  # fmt: skip
+        return [*out, store["state"][last]]
+
+    open_rows = reserved(80, 1, 32)
+    storages = {"state": reserved(1, 32, 32), "open_k": open_rows, "open_d": reserved(80, 1, 32)}
+    storages["open_g"] = torch.empty((open_rows.shape[0], 80, 1))
+    return [partial(run, store, last) for store, last in beside(storages)]
+
+
+def _convolution_runs():  # type: ignore[no-untyped-def]
+    from slimserve.ops.triton import linear_attention as kernels
+
+    def run(store, last, generator):  # type: ignore[no-untyped-def]
+        x, weight = torch.randn(70, 64, generator=generator), torch.randn(64, 4, generator=generator)
+        out = [
+            kernels.causal_conv(
+                x[start:stop], weight, store["open_conv"], store["conv_tail"], _index(0 if start < 64 else last),
+                _index(last)[None], _index(last), _index(0, stop - start), _index(start),
+            )
+            for start, stop in ((0, 40), (40, 66), (66, 70))
+        ]  # fmt: skip
+        return [*out, store["conv_tail"][last]]
+
+    storages = {"open_conv": reserved(20, 64), "conv_tail": reserved(3, 64)}
+    return [partial(run, store, last) for store, last in beside(storages)]
+
+
+OFFSET_RUNS = {
+    "pages": _page_runs,
+    "latents": _latent_runs,
+    "pools": _pool_runs,
+    "recurrent": _recurrent_runs,
+    "convolution": _convolution_runs,
+}
 
 
 def test_references_agree_with_themselves_at_length() -> None:
