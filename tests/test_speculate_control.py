@@ -34,7 +34,7 @@ class Machine:
                     accepted += 1
                 held.append((length, accepted))
             tokens = sum(1 + accepted for _, accepted in held)
-            seconds = (self.plain + self.per_draft * length) * self.rng.uniform(1 - self.noise, 1 + self.noise)
+            seconds = self.cost(length) * self.rng.uniform(1 - self.noise, 1 + self.noise)
             self.seconds += seconds
             self.tokens += tokens
             self.control.observe(self.rows, length > 0, tokens, seconds, held if length else ())
@@ -47,11 +47,23 @@ class Machine:
         for share in self.acceptance[:length]:
             reached *= share
             tokens += reached
-        return tokens / (self.plain + self.per_draft * length)
+        return tokens / self.cost(length)
+
+    def cost(self, length: int) -> float:
+        """Seconds of a step."""
+        return self.plain + self.per_draft * length
 
     @property
     def best(self) -> int:
         return max(range(len(self.acceptance) + 1), key=self.rate)
+
+
+class Steep(Machine):
+    """A step over more than eight tokens costs much more than one over eight, as on CPUs."""
+
+    def cost(self, length: int) -> float:
+        tokens = self.rows * (1 + length)
+        return self.plain + self.per_draft * self.rows * length + (2.5 if tokens > 8 else 0.0)
 
 
 def average(lengths: list[int]) -> float:
@@ -77,6 +89,17 @@ def test_it_finds_a_draft_length_that_is_nearly_the_best(per_draft: float, accep
     machine.run(3000)
     reached = machine.tokens / machine.seconds / rows
     assert reached > 0.92 * machine.rate(machine.best), f"{control.lengths()} where {machine.best} is best"
+
+
+@pytest.mark.parametrize(("rows", "share"), [(1, 0.97), (2, 0.97), (4, 0.85)])
+def test_it_stays_below_a_jump_of_the_costs(rows: int, share: float) -> None:
+    control = SpeculationControl(15, first_length=7)
+    machine = Steep(control, rows, per_draft=0.13, acceptance=[share] * 15)
+    machine.run(1000)
+    machine.seconds = machine.tokens = 0.0
+    machine.run(3000)
+    reached = machine.tokens / machine.seconds / rows
+    assert reached > 0.9 * machine.rate(machine.best), f"{control.lengths()} where {machine.best} is best"
 
 
 def test_where_drafting_loses_it_is_off_and_costs_little() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 _SMOOTHING = 0.1
-"""Weight of a new step in the running means."""
+"""Weight of a new step in the running mean of a step's seconds."""
+
+_TOKEN_SMOOTHING = 0.04
+"""The same for its tokens, which one row gains all or nothing: ten steps would say little."""
 
 _LEAST_STEPS = 4
 """Steps of each kind before a bucket is judged, and of a probe."""
@@ -31,6 +34,13 @@ switched on (the yardstick moves with context and company)."""
 _FRESH_STEPS = 512
 """Drafting steps after which what was measured at another draft length counts as forgotten: texts change."""
 
+_CURIOUS_STEPS = 256
+"""Drafting steps between trials of half and of twice the draft length where nothing speaks for them. Only a trial shows
+that costs grow unevenly (a product over nine rows may cost twice one over eight), or that later drafts hold again."""
+
+_TRY_ABOVE = 0.8
+"""Share of the present gain that a trial must at least promise."""
+
 _DEBT_STEPS = 32
 """Drafting steps that share what the drafter took once to read a request's prompt."""
 
@@ -50,9 +60,9 @@ class _Mean:
 
     def add(self, seconds: float, tokens: float = 1.0) -> None:
         """Plain at first, then forgetting."""
-        weight = max(_SMOOTHING, 1.0 / (self.steps + 1))
-        self.seconds += (seconds - self.seconds) * weight
-        self.tokens += (tokens - self.tokens) * weight
+        first = 1.0 / (self.steps + 1)
+        self.seconds += (seconds - self.seconds) * max(_SMOOTHING, first)
+        self.tokens += (tokens - self.tokens) * max(_TOKEN_SMOOTHING, first)
         self.steps += 1
 
 
@@ -87,6 +97,8 @@ class _Bucket:
     since_review: int = 0
     debt: float = 0.0
     unpaid: float = 0.0
+    tried_at: int = 0
+    tries_longer: bool = True
     clock: int = 0
 
     @property
@@ -225,7 +237,7 @@ class SpeculationControl:
         if bucket.plain.seconds > 0:
             lost = (seconds + bucket.debt) / bucket.plain.seconds - tokens
             bucket.probe_after = _PROBE_EVERY * _LEAST_STEPS * max(1.0, lost)
-        self._switch(bucket)
+        self._switch(bucket, num_rows)
         self._review(bucket, self.limit(num_rows))
 
     def _leave_alone(self, bucket: _Bucket) -> None:
@@ -237,17 +249,20 @@ class SpeculationControl:
             bucket.on = False
             self.num_switches += 1
 
-    def _switch(self, bucket: _Bucket) -> None:
+    def _switch(self, bucket: _Bucket, num_rows: int) -> None:
         known = bucket.drafted.get(bucket.length)
         sure = known is not None and known.steps >= _SURE_STEPS
         if bucket.on and bucket.gain < (_GIVE_UP_BELOW if sure else _GIVE_UP_EARLY_BELOW):
             bucket.since_review = _REVIEW_EVERY  # a shorter draft may still pay
-            if not self._best_other(bucket, range(1, bucket.length), _GIVE_UP_BELOW):
+            if not self._best_other(bucket, {*range(1, bucket.length), *bucket.drafted}, _GIVE_UP_BELOW):
                 bucket.on = False
                 self.num_switches += 1
         elif not bucket.on and bucket.gain > _TRY_AGAIN_ABOVE:
             bucket.on = True
             self.num_switches += 1
+        elif not bucket.on and not bucket.probing:
+            # The next probe tries a shorter draft; behind the shortest the first length comes again.
+            bucket.length = bucket.length // 2 or min(self._first_length, self.limit(num_rows))
 
     def _review(self, bucket: _Bucket, limit: int) -> None:
         """Move to another draft length where it promises, or has shown, clearly more."""
@@ -255,16 +270,21 @@ class SpeculationControl:
         if bucket.since_review < _REVIEW_EVERY or not bucket.on:
             return
         bucket.since_review = 0
-        lengths = {bucket.length // 2, bucket.length - 1, bucket.length + 1, 2 * bucket.length}
-        best = self._best_other(bucket, sorted(k for k in lengths if 1 <= k <= limit), bucket.gain * _CHANGE_ABOVE)
+        lengths = {bucket.length // 2, bucket.length - 1, bucket.length + 1, 2 * bucket.length, *bucket.drafted}
+        best = self._best_other(bucket, {k for k in lengths if 1 <= k <= limit}, bucket.gain * _CHANGE_ABOVE)
+        if not best and bucket.clock - bucket.tried_at >= _CURIOUS_STEPS:
+            bucket.tried_at = bucket.clock
+            bucket.tries_longer = not bucket.tries_longer
+            trial = min(2 * bucket.length, limit) if bucket.tries_longer else max(1, bucket.length // 2)
+            best = self._best_other(bucket, {trial}, bucket.gain * _TRY_ABOVE)
         if best:
             bucket.length = best
             self.num_length_changes += 1
 
     @staticmethod
-    def _best_other(bucket: _Bucket, lengths: Sequence[int], above: float) -> int:
+    def _best_other(bucket: _Bucket, lengths: Set[int], above: float) -> int:
         """The length of the largest gain beyond `above`; 0 where there is none."""
-        gains = {k: gain for k in lengths if k != bucket.length and (gain := bucket.gain_of(k)) is not None}
+        gains = {k: gain for k in sorted(lengths) if k != bucket.length and (gain := bucket.gain_of(k)) is not None}
         best = max(gains, key=lambda k: gains[k], default=0)
         return best if best and gains[best] > above else 0
 
