@@ -31,6 +31,9 @@ measured, see docs/notebook.md."""
 SERVER_BYTES = {"cpu": 200 * MIB, "cuda": 0}
 """The server's own process where it shares the memory with the model; measured, see docs/notebook.md."""
 
+TOKENIZER_BYTES = 500
+"""What the server holds for a token of the vocabulary: 300 (Gemma 3) to 480 (Qwen 2.5) measured."""
+
 SLACK_SHARE = 0.25
 SLACK_LEAST = {"cpu": 32 * MIB, "cuda": 112 * MIB}
 """What an allocator keeps of freed working memory, as a share of it."""
@@ -285,7 +288,9 @@ def _fixed_terms(
     label, kind, limits = memory.label, memory.kind, config.scheduler
     terms = [Term("runtime", RUNTIME_BYTES[kind], label, "measured: python, torch and the device context")]
     if SERVER_BYTES[kind]:
-        terms.append(Term("server", SERVER_BYTES[kind], label, "measured: the process that speaks HTTP"))
+        source = f"measured: the process that speaks HTTP; {description.vocab_size} tokens x {TOKENIZER_BYTES} bytes"
+        held = SERVER_BYTES[kind] + TOKENIZER_BYTES * description.vocab_size
+        terms.append(Term("server", held, label, source))
     terms += _weight_terms(description, memory)
     tokens = limits.token_budget + limits.max_sequences * (1 + max_draft)
     item = config.numerics.activation_dtype.itemsize
