@@ -7,6 +7,7 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from slimserve.measure.gates import GateResult, Trial, digest
 from slimserve.measure.prompts import fixed_text
@@ -17,6 +18,7 @@ _LONG = 2048
 CHANCE = 0.05
 """Least probability, if needles were found as often as the record says, of finding as few as were found."""
 _FILLER_SENTENCES = 4000
+_FILLER_CHARACTERS = 120_000
 
 _PLACES = ("harbour", "garden", "castle", "river", "market", "northern", "lower", "bridge", "mill", "abbey")
 _COLOURS = ("violet", "green", "yellow", "white", "black", "silver", "blue", "red", "brown", "golden")
@@ -32,6 +34,17 @@ class Needle:
     control: tuple[int, ...]
     answer: tuple[int, ...]
     depth: float
+
+
+@cache
+def documentation() -> str:
+    """The help topics that come with Python: text of a kind that the models asked for codes were trained on.
+
+    In the template sentences of the fixed text such a model loses the code as the text grows, whoever computes it.
+    """
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[key] for key in sorted(topics))[:_FILLER_CHARACTERS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +74,7 @@ def _common(first: Sequence[int], second: Sequence[int]) -> int:
 def needles_of(speech: Speech, style: NeedleStyle, length: int, count: int) -> list[Needle]:
     """`count` trials of exactly `length` tokens, the same on every machine; depths are spread evenly."""
     head, tail = speech.frame(style)
-    filler = speech.plain(fixed_text(_FILLER_SENTENCES))
+    filler = speech.plain(documentation() if style is NeedleStyle.CODE else fixed_text(_FILLER_SENTENCES))
     made = []
     for number in range(count):
         choose = random.Random(1000 * length + number)
