@@ -45,6 +45,37 @@ def test_the_longest_run_decides_and_the_newest_place_wins() -> None:
     assert propose(PromptLookup(1), request_of([3, 4, 50, 9, 3, 4, 60, 9], [3, 4])) == (60,)
 
 
+def test_a_place_is_kept_while_it_is_right() -> None:
+    """The newest place with the same last tokens is another one; what followed the old one goes on coming true."""
+    old, new = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 5, 6, 30, 31], [40, 41, 5, 6, 50, 51]
+    request = request_of([*old, *new], [1, 2])
+    drafter = PromptLookup(3)
+    assert propose(drafter, request) == (3, 4, 5)
+    request.output_token_ids += [3, 4, 5, 6]
+    assert propose(drafter, request) == (7, 8, 9)
+    request.output_token_ids += [7, 77, 5, 6]
+    assert propose(drafter, request)[0] == 7, "the newest of equal places, once the old one was wrong"
+
+
+def test_a_text_that_repeats_itself_is_drafted_beyond_its_end() -> None:
+    drafter = PromptLookup(7)
+    request = request_of([1, 2, 3, 9, 9], [9])
+    assert propose(drafter, request) == (9, 9, 9)
+    request = request_of([5, 6, 7, 8, 6, 7], [8], "other")
+    assert propose(drafter, request) == (6, 7, 8)
+
+
+def test_long_texts_are_searched_without_an_index() -> None:
+    rng = random.Random(5)
+    prompt = [rng.randrange(50_000) for _ in range(20_000)]
+    for place in (17, 9_000, 19_990):
+        request = request_of(prompt, prompt[place : place + 6], f"at {place}")
+        wanted = (prompt + request.output_token_ids)[place + 6 : place + 9]
+        assert propose(PromptLookup(7), request) == tuple(wanted)
+    assert propose(PromptLookup(7), request_of(prompt, [50_001, 50_002], "unknown")) == ()
+    assert propose(PromptLookup(7), request_of([3], [], "short")) == ()
+
+
 def test_wrong_drafts_shrink_and_pause() -> None:
     drafter = PromptLookup(8)
     rng = random.Random(1)

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from slimserve.engine.request import Request
 
-GRAM_LENGTHS = (4, 2)
-"""Lengths of the token runs that are looked up, longest first."""
+SHORTEST_RUN = 2
+LONGEST_RUN = 8
+"""Tokens that must stand before a place as they stand at the end, and how many more are compared among places."""
 
 _FIRST_DRAFT = 3
-_TOKEN_BITS = 32
 
 
 class _History:
-    """Where each run of tokens of one request was last followed by something, and how its drafts fare."""
+    """The tokens of one request, the place that drafts are read from, and how they fare.
 
-    __slots__ = ("draft_length", "followers", "pause", "proposed", "proposed_at", "source", "tokens")
+    Nothing but the tokens is kept (an index of runs would take forty times their memory and a pause per long prompt):
+    a search looks at every token once, a few microseconds per thousand.
+    """
+
+    __slots__ = ("draft_length", "num_tokens", "pause", "proposed", "proposed_at", "source", "tokens")
 
     def __init__(self, longest: int) -> None:
-        self.tokens: list[int] = []
-        self.followers: tuple[dict[int, int], ...] = tuple({} for _ in GRAM_LENGTHS)
+        self.tokens: npt.NDArray[np.int32] = np.zeros(256, dtype=np.int32)
+        self.num_tokens = 0
         self.draft_length = min(_FIRST_DRAFT, longest)
         self.pause = 0
         self.proposed: tuple[int, ...] = ()
@@ -28,21 +35,25 @@ class _History:
         self.source: int | None = None
 
     def extend(self, new: Sequence[int]) -> None:
-        """Take in committed tokens; a run is filed once its follower is known."""
-        tokens = self.tokens
-        for token in new:
-            if self.source is not None:
-                self.source = self.source + 1 if tokens[self.source] == token else None
-            for length, followers in zip(GRAM_LENGTHS, self.followers, strict=True):
-                if len(tokens) >= length:
-                    followers[_key(tokens[-length:])] = len(tokens)
-            tokens.append(token)
+        """Take in committed tokens. A place is kept for as long as what follows there comes true: then its run is
+        longer than any that a search compares, and a newer place with the same few tokens proves nothing against it."""
+        end = self.num_tokens + len(new)
+        if end > self.tokens.size:
+            grown = np.zeros(max(end, 2 * self.tokens.size), dtype=np.int32)
+            grown[: self.num_tokens] = self.tokens[: self.num_tokens]
+            self.tokens = grown
+        self.tokens[self.num_tokens : end] = new
+        if self.source is not None:
+            followed = self.tokens[self.source : self.source + len(new)]
+            same = np.array_equal(followed, self.tokens[self.num_tokens : end])
+            self.source = self.source + len(new) if same else None
+        self.num_tokens = end
 
     def learn(self, longest: int) -> None:
         """Draft more after a draft that held, less after one that did not, and pause after several misses."""
         if not self.proposed:
             return
-        actual = self.tokens[self.proposed_at : self.proposed_at + len(self.proposed)]
+        actual = self.tokens[self.proposed_at : min(self.proposed_at + len(self.proposed), self.num_tokens)].tolist()
         held = 0
         while held < len(actual) and actual[held] == self.proposed[held]:
             held += 1
@@ -64,22 +75,27 @@ class _History:
             self.source = self._find()
             if self.source is None:
                 return ()
-        self.proposed = tuple(self.tokens[self.source : self.source + min(limit, self.draft_length)])
-        self.proposed_at = len(self.tokens)
+        known = self.tokens[self.source : self.num_tokens]
+        # Where the place is so near that the draft reaches the end, the text repeats itself, and so does the draft.
+        self.proposed = tuple(np.resize(known, min(limit, self.draft_length)).tolist())
+        self.proposed_at = self.num_tokens
         return self.proposed
 
     def _find(self) -> int | None:
-        """The place behind the newest run of tokens like the last ones.
-
-        A place found is kept for as long as what follows there comes true: then its run is longer than any that is
-        filed, and a newer place with the same few tokens before it proves nothing against it.
-        """
-        for length, followers in zip(GRAM_LENGTHS, self.followers, strict=True):
-            if len(self.tokens) >= length:
-                start = followers.get(_key(self.tokens[-length:]))
-                if start is not None:
-                    return start
-        return None
+        """The place behind the longest run like the last tokens, the newest of equals; None where no run is like it."""
+        if self.num_tokens < SHORTEST_RUN:
+            return None
+        tokens, last = self.tokens, self.num_tokens - 1
+        places = np.flatnonzero(tokens[:last] == tokens[last])
+        for back in range(1, min(LONGEST_RUN, last + 1)):
+            longer = places[places >= back]
+            longer = longer[tokens[longer - back] == tokens[last - back]]
+            if not longer.size:
+                if back < SHORTEST_RUN:
+                    return None
+                break
+            places = longer
+        return int(places[-1]) + 1 if places.size else None
 
 
 class PromptLookup:
@@ -99,17 +115,10 @@ class PromptLookup:
         if history is None:
             history = self._histories[request.request_id] = _History(self._max_draft)
             history.extend(request.prompt_token_ids)
-        history.extend(request.output_token_ids[len(history.tokens) - len(request.prompt_token_ids) :])
+        history.extend(request.output_token_ids[history.num_tokens - len(request.prompt_token_ids) :])
         history.learn(self._max_draft)
         return history.draft(min(limit, self._max_draft))
 
     def release(self, request_id: str) -> None:
         """See Drafter."""
         self._histories.pop(request_id, None)
-
-
-def _key(tokens: Sequence[int]) -> int:
-    key = 0
-    for token in tokens:
-        key = key << _TOKEN_BITS | token
-    return key
