@@ -10,7 +10,7 @@ import tiny_models
 from speculation_rig import make_engine
 
 from slimserve.cli.opening import EngineFlags
-from slimserve.engine.config import DrafterKind, EngineConfig, SchedulerConfig
+from slimserve.engine.config import Acceptance, DrafterKind, EngineConfig, SchedulerConfig
 from slimserve.engine.loop import Engine
 from slimserve.engine.request import SamplingParams
 from slimserve.errors import UsageError
@@ -109,6 +109,10 @@ def test_no_spec_and_the_drafters_model_on_the_command_line() -> None:
     assert speculation(drafter="lookup", speculate=False).drafter is DrafterKind.NONE
     assert speculation(drafter="model", draft_model="x", speculate=False).drafter is DrafterKind.NONE
     assert speculation(drafter="model", draft_model="x").model_path == "x"
+    assert speculation(drafter="lookup").acceptance is Acceptance.EXACT
+    assert speculation(drafter="lookup", draft_acceptance="rejection").acceptance is Acceptance.REJECTION
+    with pytest.raises(UsageError, match="choose from exact, rejection"):
+        speculation(drafter="lookup", draft_acceptance="typical")
     with pytest.raises(UsageError, match="--draft-model"):
         speculation(drafter="model")
     with pytest.raises(UsageError, match="without --drafter"):

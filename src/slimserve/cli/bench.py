@@ -272,6 +272,9 @@ def speculate(
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Timed rounds after the warm-up.")] = 3,
     streams: Annotated[int, typer.Option("--streams", min=1, help="Requests at once.")] = 1,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0)] = 0.0,
+    draft_acceptance: Annotated[
+        str | None, typer.Option("--draft-acceptance", help="exact (default) or rejection.")
+    ] = None,
     always: Annotated[bool, typer.Option("--always", help="Never let the control switch drafting off.")] = False,
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
     as_json: AsJson = False,
@@ -285,7 +288,10 @@ def speculate(
     from slimserve.profiles.planning import admit
     from slimserve.profiles.resolve import resolve
 
-    flags = EngineFlags(max_seqs=streams, ctx=2048 + tokens, drafter=drafter, draft_model=draft_model, drafts=drafts)
+    flags = EngineFlags(
+        max_seqs=streams, ctx=2048 + tokens, drafter=drafter, draft_model=draft_model, drafts=drafts,
+        draft_acceptance=draft_acceptance,
+    )  # fmt: skip
     shape = SpeculateShape(tuple(tasks.split(",")), tokens, rounds, streams, temperature=temperature)
     resolved = resolve(profile, model=model, flags=flags.settings(), device=None if device == "auto" else device)
     config, _ = admit(resolved)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slimserve.cli.terminal import ask, is_interactive, say
-from slimserve.engine.config import DrafterKind, SpeculationConfig
+from slimserve.engine.config import Acceptance, DrafterKind, SpeculationConfig
 from slimserve.engine.messages import EngineInfo, EngineSpec
 from slimserve.errors import UsageError
 from slimserve.plan.memory import MemoryPlan
@@ -34,6 +34,7 @@ class EngineFlags:
     drafter: str | None = None
     draft_model: str | None = None
     drafts: int | None = None
+    draft_acceptance: str | None = None
 
     def settings(self) -> dict[str, Any]:
         """By the names of profiles.settings; what no flag sets stays out."""
@@ -56,7 +57,20 @@ class EngineFlags:
             )
         if not needed and self.draft_model is not None and self.speculate:
             raise UsageError("--draft-model is given without --drafter model or --drafter dflash2")
-        return replace(resolved, model_path=self.draft_model if needed else None)
+        return replace(
+            resolved,
+            model_path=self.draft_model if needed else None,
+            acceptance=_acceptance(self.draft_acceptance, resolved.acceptance),
+        )
+
+
+def _acceptance(name: str | None, default: Acceptance) -> Acceptance:
+    if name is None:
+        return default
+    known = [rule.value for rule in Acceptance]
+    if name not in known:
+        raise UsageError(f"--draft-acceptance {name!r} is not known; choose from {', '.join(known)}")
+    return Acceptance(name)
 
 
 @dataclass(slots=True)

@@ -63,6 +63,13 @@ def command(
         str | None, typer.Option("--draft-model", metavar="PATH", help="The drafter's own files (dflash2, model).")
     ] = None,
     drafts: Annotated[int | None, typer.Option("--drafts", min=1, max=15, help="Most drafted tokens a step.")] = None,
+    draft_acceptance: Annotated[
+        str | None,
+        typer.Option(
+            "--draft-acceptance",
+            help="exact: a seed gives the same text as without drafts; rejection: the same distribution.",
+        ),
+    ] = None,
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 picks one.")] = 8000,
     api_key: Annotated[
@@ -97,6 +104,7 @@ def command(
         drafter=drafter,
         draft_model=draft_model,
         drafts=drafts,
+        draft_acceptance=draft_acceptance,
     )
     text = None if prompt is None else (read_all_input() if prompt == "-" else prompt)
     if text is None and not serve and not is_interactive():

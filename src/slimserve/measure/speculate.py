@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slimserve.engine.build import check_device, check_vocabularies
-from slimserve.engine.config import CacheConfig, DrafterKind, EngineConfig, SpeculationConfig
+from slimserve.engine.config import Acceptance, CacheConfig, DrafterKind, EngineConfig, SpeculationConfig
 from slimserve.engine.loop import Engine
 from slimserve.engine.messages import EngineStats
 from slimserve.engine.request import Request, SamplingParams
@@ -202,9 +202,16 @@ def speculate_lines(report: dict[str, Any]) -> list[str]:
             f"       {row['output_tokens']} tokens after {row['prompt_tokens']}; steps/s "
             f"{_shown(row['plain_steps_per_second'])} and {_shown(row['drafted_steps_per_second'])}; with prefill "
             f"{_shown(row['gain_with_prefill'])}; control: {lengths or 'not asked'}; "
-            + ("same text" if row["same_text"] else "OTHER TEXT")
+            + _texts(row["same_text"], report)
         )
     return lines
+
+
+def _texts(same: bool, report: dict[str, Any]) -> str:
+    if same:
+        return "same text"
+    by_ratio = report["acceptance_rule"] == Acceptance.REJECTION.value and report["temperature"] > 0
+    return "other text, as rejection sampling gives" if by_ratio else "OTHER TEXT"
 
 
 def _shown(value: dict[str, float] | None) -> str:
