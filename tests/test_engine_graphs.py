@@ -12,6 +12,7 @@ from history import PlainRecorder
 from slimserve.engine.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculationConfig
 from slimserve.engine.forward import LEAST_CONTEXT, ForwardPass, row_counts
 from slimserve.engine.loop import Engine
+from slimserve.engine.memory import draw_widest
 from slimserve.engine.request import Request, SamplingParams
 from slimserve.weights.loader import LoadedModel, load_source
 from slimserve.weights.synthetic import lay_out
@@ -135,4 +136,18 @@ def test_steps_that_no_recording_serves(loaded: LoadedModel) -> None:
     shape = forward.shape_of(plan.rows)
     assert shape is not None and (shape.num_rows, shape.q_len, shape.max_context) == (1, 1, LEAST_CONTEXT)
     engine.scheduler.commit(plan, engine.runner.run(plan))
+    engine.close()
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_the_widest_step_and_its_draw_leave_nothing(loaded: LoadedModel, drafts: bool) -> None:
+    engine = engine_of(loaded, recorded=True, drafts=drafts)
+    forward = engine.runner.forward
+    computed = forward.compute_widest()
+    assert computed.logits.shape[0] == 11 * (4 if drafts else 1)
+    draw_widest(engine)
+    forward.record_widest()
+    assert {shape.q_len for shape in forward.recorded_shapes} == {4 if drafts else 1}
+    engine.audit()
+    assert not engine.has_work
     engine.close()

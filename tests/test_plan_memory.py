@@ -210,6 +210,25 @@ def test_plan_on_the_command_line_for_a_machine_one_does_not_have(capsys: pytest
     assert main(["plan", "qwen38-nvfp4-1", "--gpu-memory", "much"]) == 2
 
 
+def test_plan_on_the_command_line_for_several_gpus_and_for_a_computer(capsys: pytest.CaptureFixture[str]) -> None:
+    from slimserve.cli.main import main
+
+    def shown(*arguments: str) -> Any:
+        assert main(["plan", *arguments, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    one, four = (shown("qwen35-4b", "--gpu-memory", "48GiB", "--gpus", count, "--ctx", "8192") for count in ("1", "4"))
+    assert {term["device"] for term in four["terms"]} == {"each of 4 gpus"} and one["device"] == "gpu0"
+    weights = [sum(t["bytes"] for t in plan["terms"] if t["name"].startswith("weights.linear")) for plan in (one, four)]
+    assert weights[1] == pytest.approx(weights[0] / 4, rel=0.01)
+    computer = shown("nano-qwen3_5", "--device", "cpu", "--memory", "4GiB", "--drafter", "nextn", "--drafts", "2")
+    assert {term["device"] for term in computer["terms"]} == {"cpu"} and computer["binding"]
+    assert any(term["name"].startswith("cache.mtp") for term in computer["terms"])
+    less = shown("nano-qwen3_5", "--device", "cpu", "--memory", "4GiB", "--no-spec")
+    assert not any(term["name"].startswith("cache.mtp") for term in less["terms"])
+    assert less["tokens_per_extra_gib"] > 0 and less["sequences_per_extra_gib"] > 0
+
+
 # --- the floor ---
 
 

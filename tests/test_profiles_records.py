@@ -443,7 +443,9 @@ def test_supported_is_computed_from_evidence(tmp_path: Path, monkeypatch: pytest
         return now.status, now.status_reason
 
     assert status()[0] is Status.SUPPORTED
-    assert resolve("smollm2-135m", hardware=LAPTOP, flags={"max_sequences": 2}).status is Status.IN_PROGRESS
+    changed = resolve("smollm2-135m", hardware=LAPTOP, flags={"max_sequences": 2})
+    assert changed.status is Status.IN_PROGRESS
+    assert changed.status_reason == "changed by max_sequences: no longer the qualified configuration"
     assert resolve("smollm2-135m", hardware=H200).status is Status.IN_PROGRESS
     assert status(settings_hash="0" * 16) == (
         Status.IN_PROGRESS,

@@ -25,9 +25,14 @@ def command(
     ctx: Annotated[int | None, typer.Option("--ctx", help="Longest prompt plus reply, in tokens.")] = None,
     max_seqs: Annotated[int | None, typer.Option("--max-seqs", help="Requests that run at once.")] = None,
     kv_dtype: Annotated[str | None, typer.Option("--kv-dtype", help="bf16 or fp8.")] = None,
+    no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Never reuse earlier prompts.")] = False,
+    no_spec: Annotated[bool, typer.Option("--no-spec", help="Never draft tokens.")] = False,
+    drafter: Annotated[str | None, typer.Option("--drafter", help="lookup, nextn, dflash2, model or none.")] = None,
+    drafts: Annotated[int | None, typer.Option("--drafts", min=1, max=15, help="Most drafted tokens a step.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Plan memory: a named term for every byte, the longest context, sequences at it, and which pool binds."""
+    from slimserve.cli.opening import EngineFlags
     from slimserve.hardware import detect, parse_bytes, pretend
     from slimserve.plan.memory import plan_json
     from slimserve.profiles.planning import fitted, plan_profile
@@ -35,7 +40,11 @@ def command(
     from slimserve.profiles.resolve import resolve
 
     machine = detect()
-    flags: dict[str, object] = {"max_context": ctx, "max_sequences": max_seqs, "kv_dtype": kv_dtype}
+    given = EngineFlags(
+        ctx=ctx, max_seqs=max_seqs, kv_dtype=kv_dtype, prefix_cache=not no_prefix_cache, speculate=not no_spec,
+        drafter=drafter, drafts=drafts,
+    )  # fmt: skip
+    flags = given.settings()
     if gpu_memory is not None or memory is not None:
         machine = pretend(
             machine,
@@ -50,6 +59,9 @@ def command(
     if as_json:
         speak(json.dumps({"profile": resolved.name, **plan_json(plan)}, indent=2) + "\n")
     else:
-        speak("\n".join(plan_lines(plan)) + "\n")
+        lines = plan_lines(plan)
+        if resolved.invalidated:
+            lines.append(f"note: {resolved.status_reason}")
+        speak("\n".join(lines) + "\n")
     if not plan.fits:
         raise plan.refusal(resolved.name)

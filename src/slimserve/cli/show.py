@@ -18,15 +18,23 @@ def command(
     ctx: Annotated[int | None, typer.Option("--ctx", help="Longest prompt plus reply, in tokens.")] = None,
     max_seqs: Annotated[int | None, typer.Option("--max-seqs", help="Requests that run at once.")] = None,
     kv_dtype: Annotated[str | None, typer.Option("--kv-dtype", help="bf16 or fp8.")] = None,
+    no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Never reuse earlier prompts.")] = False,
+    no_spec: Annotated[bool, typer.Option("--no-spec", help="Never draft tokens.")] = False,
+    drafter: Annotated[str | None, typer.Option("--drafter", help="lookup, nextn, dflash2, model or none.")] = None,
+    drafts: Annotated[int | None, typer.Option("--drafts", min=1, max=15, help="Most drafted tokens a step.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show a profile: settings with their origins, files, platforms, figures, what is missing."""
+    from slimserve.cli.opening import EngineFlags
     from slimserve.profiles.planning import fitted
     from slimserve.profiles.report import show_json, show_lines
     from slimserve.profiles.resolve import resolve
 
-    flags = {"max_context": ctx, "max_sequences": max_seqs, "kv_dtype": kv_dtype}
-    resolved = fitted(resolve(profile, model=model, flags=flags, platform=platform, device=device))
+    given = EngineFlags(
+        ctx=ctx, max_seqs=max_seqs, kv_dtype=kv_dtype, prefix_cache=not no_prefix_cache, speculate=not no_spec,
+        drafter=drafter, drafts=drafts,
+    )  # fmt: skip
+    resolved = fitted(resolve(profile, model=model, flags=given.settings(), platform=platform, device=device))
     if as_json:
         speak(json.dumps(show_json(resolved), indent=2) + "\n")
     else:

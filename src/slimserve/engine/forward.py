@@ -122,7 +122,7 @@ def row_counts(max_rows: int) -> tuple[int, ...]:
 class ForwardPass:
     """Runs the model on plans. `recorder` None: every step is a plain call.
 
-    `taps`: whether a drafter reads the model's `taps`.
+    `taps`: whether a drafter reads the model's `taps`. `widest_row`: tokens of a row with the longest draft.
     """
 
     model: Model
@@ -131,6 +131,7 @@ class ForwardPass:
     buffers: InputBuffers
     vocab_size: int
     taps: bool = False
+    widest_row: int = 1
     recorder: Recorder | None = None
     num_replays: int = 0
     _counts: tuple[int, ...] = ()
@@ -166,9 +167,15 @@ class ForwardPass:
         if self.recorder is None:
             return
         for context in dict.fromkeys((self.buffers.max_context, min(LEAST_CONTEXT, self.buffers.max_context))):
-            padding = Padding(self.buffers.max_rows, 1, context)
+            padding = Padding(self.buffers.max_rows, self.widest_row, context)
             if padding not in self._recorded:
                 self._record(padding, self.buffers.fill_rows((), self.cache, padding), self.recorder)
+
+    @torch.inference_mode()
+    def compute_widest(self) -> Computed:
+        """A plain step of as many rows and logits as there may be, of null rows."""
+        padding = Padding(self.buffers.max_rows, self.widest_row, self.buffers.max_context)
+        return self._compute(self.buffers.fill_rows((), self.cache, padding))
 
     def _record(self, padding: Padding, step: StepInput, recorder: Recorder) -> Computed:
         computed = self._compute(step)

@@ -79,6 +79,11 @@ class _Arena:
             buffers.append(_Buffer(host, host if shared else part(self._device, number)))
         return buffers
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the block on the device."""
+        return self._device.numel()
+
     def upload(self) -> None:
         """Copy everything to the device."""
         if self._device is not self._host:
@@ -196,6 +201,11 @@ class InputBuffers:
                     table.array, slots.array, state_in.array, state_out.array, open_index.array, [0] * max_rows
                 )
             )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all arrays on the device."""
+        return self._arena.num_bytes + sum(4 * table.array.size for table, *_ in self._groups)
 
     def fill(self, plan: StepPlan, cache: CacheManager) -> StepInput:
         """The device view of a plan; valid until the next call."""

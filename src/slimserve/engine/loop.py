@@ -120,6 +120,7 @@ class Engine:
             buffers,
             model.config.vocab_size,
             taps=isinstance(drafter, Observer) and bool(drafter.taps),
+            widest_row=1 if drafter is None else 1 + speculation.max_draft,
             recorder=GraphRecorder(device) if device.type == "cuda" and config.graphs else None,
         )
         self.runner = Runner(

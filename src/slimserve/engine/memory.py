@@ -9,6 +9,7 @@ import torch
 
 from slimserve.engine.loop import Engine
 from slimserve.engine.request import Request, SamplingParams
+from slimserve.engine.sample import SamplingRow, TokenCounts, build_batch, sample
 from slimserve.hardware import free_device_memory
 from slimserve.weights.loader import LoadedModel
 
@@ -51,46 +52,66 @@ class MemoryProbe:
         if self._device.type != "cuda":
             # Weights stay in the file's mapping and untouched cache pages take nothing yet: both count in full.
             return {"runtime": self._marks[0], "weights": sum(f.num_bytes for f in loaded.memory), "cache": cache}
-        before, with_weights, built = self._marks[:3]
+        before, with_weights = self._marks[:2]
         forward = engine.runner.forward
         # Graphs come last, so that what they take shows apart from the memory of plain steps.
         recorder, forward.recorder = forward.recorder, None
         working = warm_up(engine, self._device)
         forward.recorder = recorder
         reserved = int(torch.cuda.memory_reserved(self._device))
+        inputs = forward.buffers.num_bytes
         measured = {
             "runtime": self._free_before - free_device_memory(self._index) - reserved,
             "weights": with_weights - before,
             "cache": cache,
-            "inputs": built - with_weights - cache,
+            "inputs": inputs,
             "working": working,
-            "allocator": reserved - int(torch.cuda.memory_allocated(self._device)) - working,
+            # Everything else that is reserved: rounding of large tensors (torch counts it as theirs), free blocks.
+            "allocator": reserved - (with_weights - before) - cache - inputs - working,
         }
         torch.cuda.empty_cache()
         free = free_device_memory(self._index)
         forward.record_widest()
         torch.cuda.synchronize(self._device)
+        # The plain steps before each recording took working memory, which is counted above.
+        torch.cuda.empty_cache()
         return {**measured, "graphs": free - free_device_memory(self._index)}
 
 
+_PROMPT_SHARES = (1.0, 0.75, 0.6, 0.5, 0.375, 0.25)
+"""Lengths of the prompts that are tried, as parts of the longest step: products of middling size store most sums."""
+
+
 def warm_up(engine: Engine, device: torch.device) -> int:
-    """Run one prompt as long as a step allows and a few tokens more; returns the peak of working memory in bytes.
+    """Run prompts of several lengths and the widest draw; returns the peak of working memory in bytes.
 
     Kernels are compiled here rather than under the first request. Nothing of it stays in the prefix index.
     """
     allocated = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    length = max(1, min(engine.config.scheduler.token_budget, engine.cache.max_request_tokens - 4))
-    prompt = [number % engine.model.config.vocab_size for number in range(length)]
-    engine.submit(Request("warm-up", prompt, SamplingParams(temperature=0.0), 3, ignore_eos=True))
+    longest = max(1, min(engine.config.scheduler.token_budget, engine.cache.max_request_tokens - 4))
     drawn = SamplingParams(temperature=1.0, top_k=20, top_p=0.95, seed=0)
-    engine.submit(Request("warm-up of the sampler", prompt[:1], drawn, 3, ignore_eos=True))
-    end = time.monotonic() + _WARM_UP_SECONDS
-    while engine.has_work and time.monotonic() < end:
-        engine.step()
+    for number, share in enumerate(_PROMPT_SHARES):
+        prompt = [(number + i) % engine.model.config.vocab_size for i in range(max(1, int(share * longest)))]
+        sampling = drawn if number else SamplingParams(temperature=0.0)
+        engine.submit(Request(f"warm-up {number}", prompt, sampling, 3, ignore_eos=True))
+        end = time.monotonic() + _WARM_UP_SECONDS
+        while engine.has_work and time.monotonic() < end:
+            engine.step()
     engine.cache.clear_index()
+    draw_widest(engine)
     torch.cuda.synchronize(device)
     return int(torch.cuda.max_memory_allocated(device) - allocated)
+
+
+@torch.inference_mode()
+def draw_widest(engine: Engine) -> None:
+    """The widest plain step and a draw of all its rows in the costliest way: edited logits, top-k and top-p."""
+    computed = engine.runner.forward.compute_widest()
+    vocab_size = engine.model.config.vocab_size
+    params = SamplingParams(temperature=1.0, top_k=20, top_p=0.95, frequency_penalty=0.5, seed=0)
+    rows = [SamplingRow(params, 0, 1, counts=TokenCounts([0], [0])) for _ in range(len(computed.logits))]
+    sample(computed.logits, build_batch(rows, vocab_size))
 
 
 def _resident_bytes() -> int:

@@ -1,4 +1,4 @@
-"""What a weight takes on a device after its load-time relayout, without making it there."""
+"""What a weight takes on a device after its load-time relayout, and its product for a while, without making either."""
 
 from __future__ import annotations
 
@@ -29,6 +29,42 @@ def held_bytes(format_name: str, shape: tuple[int, ...], stored: int) -> int:
     step, short, per_period = found
     periods, rest = divmod(-(-shape[-1] // step), _PERIOD)
     return prod(shape[:-1]) * (short[rest] + per_period * periods)
+
+
+PROCESSORS = 132
+"""Multiprocessors of the device to plan for, where it is not here to be asked: an H200's."""
+
+
+def product_scratch(format_name: str, shape: tuple[int, ...], rows: int, *, grouped: bool = False) -> int:
+    """Bytes of stored sums that a product of `rows` input rows with a weight [..., N, K] takes on a CUDA device.
+
+    Few tiles run their segments of K in parallel and store a float32 sum for each (see `ops.triton.linear.launch`).
+    `grouped`: experts, whose tiles are those of the rows sorted by expert.
+    """
+    if len(shape) < 2 or rows < 1 or importlib.util.find_spec("triton") is None:
+        return 0
+    from slimserve.ops.triton import linear
+    from slimserve.ops.triton.formats import TILE_FORMATS
+
+    fmt = find_format(format_name)
+    if fmt is None or fmt.name not in TILE_FORMATS:
+        return 0
+    step = TILE_FORMATS[fmt.name].step
+    segments = linear.cut_segments(shape[-2], -(-shape[-1] // step), step).count
+    tile = linear.TILES[2] if grouped else linear.choose_tile(rows)
+    tiles = -(-rows // tile.columns) * -(-shape[-2] // tile.rows)
+    split = segments > 1 and tiles < linear.split_limit(PROCESSORS)
+    return tiles * segments * tile.rows * tile.columns * 4 if split else 0
+
+
+def scratch_rows(shape: tuple[int, ...]) -> int:
+    """The most input rows whose product with a weight [..., N, K] still stores sums, on wide tiles; at least 1."""
+    if len(shape) < 2 or importlib.util.find_spec("triton") is None:
+        return 1
+    from slimserve.ops.triton import linear
+
+    wide = linear.TILES[-1]
+    return max(1, (linear.split_limit(PROCESSORS) - 1) // -(-shape[-2] // wide.rows) * wide.columns)
 
 
 @lru_cache

@@ -75,8 +75,8 @@ class Weight:
 class Description:
     """A model as the plan sees it.
 
-    `per_token_width`: elements that a token's activations hold at the widest point of a layer, estimated from the
-    parameter table. `experts_per_token` of `num_experts` are routed to.
+    `per_token_width`: elements that a token's activations hold at the widest point of a layer, and `product_width`
+    beside its products, estimated from the parameter table. `experts_per_token` of `num_experts` are routed to.
     """
 
     name: str
@@ -90,6 +90,7 @@ class Description:
     hidden_size: int
     num_layers: int
     per_token_width: int
+    product_width: int = 0
     num_kv_heads: int = 1
     num_experts: int = 0
     experts_per_token: int = 0
@@ -222,6 +223,7 @@ def _from_config(
 ) -> Description:
     no_caches: CacheTable = lambda dtype: ()  # noqa: E731
     top_k = int(getattr(config, "top_k", 0))
+    widest, product = _widths(config, weights, top_k)
     return Description(
         name=name,
         architecture=architecture,
@@ -233,7 +235,8 @@ def _from_config(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         num_layers=config.num_layers,
-        per_token_width=_width(config, weights, top_k),
+        per_token_width=widest,
+        product_width=product,
         num_kv_heads=int(getattr(config, "num_kv_heads", 1)),
         num_experts=max((weight.experts for weight in weights), default=0),
         experts_per_token=top_k,
@@ -241,22 +244,26 @@ def _from_config(
     )
 
 
-def _width(config: ModelConfig, weights: Sequence[Weight], top_k: int) -> int:
-    """Elements alive per token at the widest point: residual streams, a layer's two widest products and their result.
+def _widths(config: ModelConfig, weights: Sequence[Weight], top_k: int) -> tuple[int, int]:
+    """Elements of the activations' size alive per token: at the widest point, and beside the products of a layer.
 
-    Routed experts run `top_k` rows per token.
+    Residual streams stand beside one of the parts. Feed-forward: gate and up, and their product. Routed experts,
+    `top_k` rows per token: both products in float32 (two elements each) and the gated rows. Linear attention: the
+    convolution's inputs, outputs and copies, and values in float32. tests/test_plan_device.py holds both against the
+    tensors that the code makes.
     """
     streams = int(getattr(config, "streams", 1))
-    widest = 0
-    layers = {weight.layer for weight in weights if weight.layer is not None}
-    by_layer: dict[int, list[int]] = {layer: [] for layer in layers}
+    residual = 4 * config.hidden_size if streams == 1 else (streams + 6) * config.hidden_size
+    recurrent = getattr(config, "recurrent", None)
+    widest = 3 * (recurrent.conv_dim + recurrent.heads * recurrent.value_dim) if recurrent is not None else 0
+    by_layer: dict[int, list[Weight]] = {}
     for weight in weights:
         if weight.layer is not None and weight.rows:
-            by_layer[weight.layer].append(weight.rows * (top_k if weight.experts else 1))
-    for rows in by_layer.values():
-        top = sorted(rows, reverse=True)[:2]
-        widest = max(widest, sum(top) + (top[0] if top else 0))
-    recurrent = getattr(config, "recurrent", None)
-    # Convolution inputs and outputs of linear attention are float32: two elements each.
-    linear = recurrent.conv_dim + recurrent.heads * recurrent.value_dim if recurrent is not None else 0
-    return (2 * streams + 4) * config.hidden_size + widest + linear
+            by_layer.setdefault(weight.layer, []).append(weight)
+    product = 0
+    for layer in by_layer.values():
+        plain = sorted((weight.rows for weight in layer if not weight.experts), reverse=True)[:2]
+        product = max(product, sum(plain) + max(plain, default=0))
+        routed = [(2.0 if ".down" in weight.name else 2.5) * weight.rows for weight in layer if weight.experts]
+        widest = max(widest, int(top_k * sum(routed)))
+    return residual + max(widest, product), residual + product

@@ -7,7 +7,7 @@ On several devices that share a model the terms are those of the fullest device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,8 +20,28 @@ from slimserve.layers.contract import BLOCK_TOKENS
 from slimserve.models.contract import BufferSpec, CacheKind, CacheSpec, Role
 from slimserve.ops.held import held_bytes
 from slimserve.plan.description import DRAFTER, Description
+from slimserve.plan.working import (
+    MIB,
+    DeviceMemory,
+    Term,
+    graph_terms,
+    input_bytes,
+    rounding_bytes,
+    slack_term,
+    working_terms,
+)
 
-MIB = 1 << 20
+__all__ = [
+    "GIB",
+    "MIB",
+    "DeviceMemory",
+    "MemoryPlan",
+    "Term",
+    "group_of",
+    "plan_json",
+    "plan_memory",
+]
+
 GIB = 1 << 30
 
 RUNTIME_BYTES = {"cpu": 240 * MIB, "cuda": 640 * MIB}
@@ -34,14 +54,6 @@ SERVER_BYTES = {"cpu": 200 * MIB, "cuda": 0}
 TOKENIZER_BYTES = 500
 """What the server holds for a token of the vocabulary: 300 (Gemma 3) to 480 (Qwen 2.5) measured."""
 
-SLACK_SHARE = 0.25
-SLACK_LEAST = {"cpu": 32 * MIB, "cuda": 112 * MIB}
-"""What an allocator keeps of freed working memory, as a share of it."""
-
-ROUNDING = 2 * MIB
-"""torch's CUDA allocator takes tensors above 10 MiB in whole pieces of this size, smaller ones out of shared blocks."""
-ROUNDED_FROM = 10 * MIB
-
 RESERVE_SHARE = {"cpu": 0.10, "cuda": 0.03}
 RESERVE_LEAST = {"cpu": 512 * MIB, "cuda": 512 * MIB}
 """Memory that is never planned, so that the machine does not run at the edge."""
@@ -52,9 +64,6 @@ USEFUL_CONTEXT = 32768
 CPU_CACHE_SHARE = 0.5
 """Part of a computer's free memory that caches take where no record says how much; the rest is its owner's."""
 
-LOGITS_COPIES = 3.0
-"""Float32 tables of logits alive at once while drawing: the logits, their edited copy, a sort or softmax of it."""
-
 HOST = "host"
 """Label of terms that lie in the computer's memory while the model runs on an accelerator."""
 
@@ -62,39 +71,11 @@ REPLICATED = frozenset({Role.NORM.value, Role.SMALL.value, Role.ROUTER.value, Ro
 REPLICATED_CACHES = frozenset({CacheKind.LATENT, CacheKind.INDEXER})
 
 
-@dataclass(frozen=True, slots=True)
-class Term:
-    """One named amount of memory on one device ("cpu", "gpu0" or "each of N GPUs")."""
-
-    name: str
-    num_bytes: int
-    device: str
-    source: str
-
-
 def group_of(term: str) -> str:
     """The group that a term is measured with; terms that only show together share one."""
     head = term.split(".")[0]
     shared = {DRAFTER: "weights", "activations": "working", "logits": "working"}
-    return {**shared, "slack": "allocator", "rounding": "allocator"}.get(head, head)
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceMemory:
-    """The memory to plan for: kind "cpu" or "cuda", bytes of each device, and how many of them share the model."""
-
-    kind: str
-    total_bytes: int
-    free_bytes: int
-    count: int = 1
-    name: str = ""
-
-    @property
-    def label(self) -> str:
-        """The device's name in terms."""
-        if self.kind == "cpu":
-            return "cpu"
-        return "gpu0" if self.count == 1 else f"each of {self.count} gpus"
+    return {**shared, "scratch": "working", "slack": "allocator", "rounding": "allocator"}.get(head, head)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +192,7 @@ def plan_memory(
     fixed = _fixed_terms(description, config, demand, memory, max_draft, specs)
     reserve = _reserve(memory)
     if memory.kind == "cuda":
-        rounding = _rounding(description, specs, demand, memory)
+        rounding = rounding_bytes(description, specs, demand, memory)
         fixed.append(Term("rounding", rounding, memory.label, "formula: tensors above 10 MiB in pieces of 2 MiB"))
     fixed_bytes = sum(term.num_bytes for term in fixed if term.device == memory.label)
     available = memory.free_bytes - fixed_bytes - reserve
@@ -222,7 +203,14 @@ def plan_memory(
     terms.append(
         Term("reserve", reserve, memory.label, f"{RESERVE_SHARE[memory.kind]:.0%} of the memory, never planned")
     )
-    longest = _longest_context(description, config, specs, most, demand.max_sequences)
+
+    def room(context: int) -> int:
+        """Bytes for caches where the longest request has `context` tokens: tables and recorded steps grow with it."""
+        moved = _moving_bytes(description, config, specs, replace(demand, max_context=context), memory, max_draft)
+        left = available + _moving_bytes(description, config, specs, demand, memory, max_draft) - moved
+        return left if stated is None else min(left, stated)
+
+    longest = _longest_context(description, config, specs, room, demand.max_sequences)
     return MemoryPlan(
         terms=tuple(terms),
         memory=memory,
@@ -234,7 +222,7 @@ def plan_memory(
         cache_minimum_bytes=minimum_budget(specs, demand),
         longest_context=longest,
         most_sequences=_most_sequences(specs, demand, most),
-        smaller=_smaller(description, config, specs, most, demand),
+        smaller=_smaller(description, config, specs, room, demand),
         stated_bytes=stated,
         tokens_per_gib=_tokens_per_gib(specs, demand, cache),
         notes=_notes(description),
@@ -293,39 +281,32 @@ def _fixed_terms(
         terms.append(Term("server", held, label, source))
     terms += _weight_terms(description, memory)
     tokens = limits.token_budget + limits.max_sequences * (1 + max_draft)
-    item = config.numerics.activation_dtype.itemsize
-    working = [
-        Term(
-            "activations",
-            tokens * description.per_token_width * item,
-            label,
-            f"formula: {tokens} tokens x {description.per_token_width} elements x {item} bytes",
-        )
-    ]
     rows = limits.max_sequences * (1 + max_draft)
-    logits = int(rows * description.vocab_size * 4 * LOGITS_COPIES)
-    source = f"{rows} rows x {description.vocab_size} tokens x 4 bytes x {LOGITS_COPIES:g} tables"
-    # A layer's activations are gone when logits are made: only what exceeds them counts.
-    beyond = max(0, logits - working[0].num_bytes)
-    working.append(Term("logits", beyond, label, f"formula: {source}, beyond the activations"))
-    working.append(Term("inputs", _input_bytes(specs, demand, tokens), label, "formula: tables and indices of a step"))
-    slack = max(int(SLACK_SHARE * sum(term.num_bytes for term in working)), SLACK_LEAST[kind])
-    graphs = Term("graphs", 0, label, "this build captures no graphs")
-    return [*terms, *working, graphs, Term("slack", slack, label, f"{SLACK_SHARE:.0%} of working memory, or a floor")]
+    working = working_terms(description, config, tokens, rows, memory)
+    inputs = Term("inputs", input_bytes(specs, demand, tokens), label, "formula: tables and indices of a step")
+    graphs = graph_terms(description, config, demand, rows, memory, 1 + max_draft)
+    return [
+        *terms,
+        *working,
+        inputs,
+        *graphs,
+        slack_term(working, memory),
+    ]
 
 
-def _rounding(description: Description, specs: Sequence[CacheSpec], demand: CacheDemand, memory: DeviceMemory) -> int:
-    """What rounding costs: exactly for weights as the file holds them, half a piece for each large cache tensor."""
-    sizes = [-(-weight.num_bytes // memory.count) for weight in description.weights if not weight.host]
-    weights = sum(-size % ROUNDING for size in sizes if size > ROUNDED_FROM)
-    large = 0
-    for spec in specs:
-        # Pages count as large at any context, so that this term does not move with it.
-        counted = [(buffer, ROUNDED_FROM) for buffer in spec.page]
-        counted += [(buffer, 2 * demand.max_sequences) for buffer in spec.slot]
-        counted += [(buffer, demand.max_sequences + 1) for buffer in spec.open]
-        large += len(spec.layers) * sum(1 for buffer, count in counted if buffer.num_bytes * count > ROUNDED_FROM)
-    return weights + large * ROUNDING // 2
+def _moving_bytes(
+    description: Description,
+    config: EngineConfig,
+    specs: Sequence[CacheSpec],
+    demand: CacheDemand,
+    memory: DeviceMemory,
+    max_draft: int,
+) -> int:
+    """The part of the fixed terms that grows with the longest context."""
+    rows = demand.max_sequences * (1 + max_draft)
+    graphs = graph_terms(description, config, demand, rows, memory, 1 + max_draft)
+    tables = input_bytes(specs, demand, config.scheduler.token_budget + rows)
+    return tables + sum(term.num_bytes for term in graphs)
 
 
 def _weight_terms(description: Description, memory: DeviceMemory) -> list[Term]:
@@ -347,15 +328,6 @@ def _weight_terms(description: Description, memory: DeviceMemory) -> list[Term]:
         label = HOST if host and memory.kind != "cpu" else memory.label
         terms.append(Term(f"{prefix}.{fmt}", held, label, f"{words or description.source}{shared}"))
     return terms
-
-
-def _input_bytes(specs: Sequence[CacheSpec], demand: CacheDemand, tokens: int) -> int:
-    """Token ids, positions, offsets, block tables and slots of a step (see engine.inputs)."""
-    rows, blocks = demand.max_sequences, demand.blocks_per_sequence
-    paged = sum(1 for spec in specs if spec.kind is not CacheKind.RECURRENT)
-    recurrent = len(specs) - paged
-    crossings = tokens // BLOCK_TOKENS + 1
-    return tokens * 20 + rows * 8 + paged * (rows * blocks * 4 + tokens * 8) + recurrent * rows * (8 + 4 * crossings)
 
 
 def _reserve(memory: DeviceMemory) -> int:
@@ -403,13 +375,17 @@ def _parts(group: GroupPlan, demand: CacheDemand) -> list[tuple[str, int, int]]:
 
 
 def _longest_context(
-    description: Description, config: EngineConfig, specs: Sequence[CacheSpec], available: int, max_sequences: int
+    description: Description,
+    config: EngineConfig,
+    specs: Sequence[CacheSpec],
+    room: Callable[[int], int],
+    max_sequences: int,
 ) -> int:
     """The longest context (a multiple of 64 up to the model's) of which one request fits; 0 where none does."""
 
     def fits(blocks: int) -> bool:
         longer = _demand(description, config, min(blocks * BLOCK_TOKENS, description.max_context))
-        return minimum_budget(specs, replace(longer, max_sequences=max_sequences)) <= available
+        return minimum_budget(specs, replace(longer, max_sequences=max_sequences)) <= room(longer.max_context)
 
     low, high = 0, -(-description.max_context // BLOCK_TOKENS)
     while low < high:
@@ -419,12 +395,16 @@ def _longest_context(
 
 
 def _smaller(
-    description: Description, config: EngineConfig, specs: Sequence[CacheSpec], available: int, demand: CacheDemand
+    description: Description,
+    config: EngineConfig,
+    specs: Sequence[CacheSpec],
+    room: Callable[[int], int],
+    demand: CacheDemand,
 ) -> tuple[int, int] | None:
     """(sequences, context) with half, a quarter, ... of the sequences, as soon as a useful context fits beside them."""
     sequences, best = demand.max_sequences, None
     while sequences >= 1:
-        context = _longest_context(description, config, specs, available, sequences)
+        context = _longest_context(description, config, specs, room, sequences)
         if context and (best is None or context >= 2 * best[1]):
             best = (sequences, context)
         if context >= min(USEFUL_CONTEXT, demand.max_context):
@@ -486,5 +466,6 @@ def plan_json(plan: MemoryPlan) -> dict[str, object]:
         "longest_context": plan.longest_context,
         "most_sequences": plan.most_sequences,
         "tokens_per_extra_gib": plan.tokens_per_gib,
+        "sequences_per_extra_gib": round(plan.tokens_per_gib / plan.max_context, 3),
         "notes": list(plan.notes),
     }

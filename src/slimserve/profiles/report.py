@@ -261,13 +261,14 @@ def show_lines(profile: ResolvedProfile) -> list[str]:
         lines += [f"              at {place}" for place in source["places"]]
     lines += _setting_lines(data["settings"])
     if data["invalidated_by"]:
-        lines.append(f"  no longer the recorded configuration: {', '.join(data['invalidated_by'])} changed")
+        lines.append(f"  overridden  {', '.join(data['invalidated_by'])}")
     lines += [f"  missing     {clause}" for clause in data["missing"]]
     lines += [f"  note        {note}" for note in data["notes"]]
     for run in data["evidence"]:
         lines += _evidence_lines(run)
     for entry in data["platforms"]:
-        lines.append(f"  {entry['stage']:11} {entry['name']} ({entry['machine']})")
+        stage = data["status"] if entry["name"] == data["platform"] else entry["stage"]
+        lines.append(f"  {stage:11} {entry['name']} ({entry['machine']})")
         lines += [f"              {figure}" for figure in entry["figures"]]
         lines += [f"              missing: {clause}" for clause in entry["missing"]]
         lines += [f"              {note}" for note in entry["notes"]]
@@ -321,5 +322,6 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
         )
     lines.append(
         f"longest context {plan.longest_context}; one more GiB of cache holds {plan.tokens_per_gib} tokens more"
+        + (f", {plan.tokens_per_gib / plan.max_context:.2f} sequences of {plan.max_context}" if plan.fits else "")
     )
     return lines + [f"note: {note}" for note in plan.notes]

@@ -231,7 +231,7 @@ def resolve_record(
     changed = tuple(name for name in overridden if settings[name].value != as_recorded[name].value)
     if path is not None:
         changed = (*changed, "model files")
-    status, reason = _status(record, entry, settings, changed)
+    status, reason = _status(record, entry, settings, as_recorded, changed)
     missing = (*record.missing, *(entry.missing if entry else ()))
     return ResolvedProfile(
         name=record.name,
@@ -390,15 +390,17 @@ def _status(
     record: ProfileRecord,
     entry: PlatformRecord | None,
     settings: Mapping[str, Setting],
+    as_recorded: Mapping[str, Setting],
     changed: Sequence[str],
 ) -> tuple[Status, str]:
     """Computed from evidence of exactly this configuration; otherwise what the platform's record says of itself."""
     if entry is None:
         return Status.IN_PROGRESS, "no tuned record for this machine"
-    if changed:
-        return Status.IN_PROGRESS, f"changed by {', '.join(changed)}: no longer the recorded configuration"
-    wanted = _hash(record.name, entry, record.model.files, settings)
+    wanted = _hash(record.name, entry, record.model.files, as_recorded if changed else settings)
     evidence, reason = find_evidence(load_evidence(record.name), entry.name, wanted, record.qualify.gates)
+    if changed:
+        was = "recorded" if evidence is None else "qualified"
+        return Status.IN_PROGRESS, f"changed by {', '.join(changed)}: no longer the {was} configuration"
     if evidence is not None:
         return Status.SUPPORTED, reason
     if entry.stage.value == Status.REFERENCE.value:

@@ -38,10 +38,20 @@ class Segments:
 
 def segments_of(weight: TileWeight) -> Segments:
     """The cut of K, a function of (N, K, format) alone."""
-    tiles = cdiv(weight.rows, NARROW.rows)
-    wanted = min(cdiv(SEGMENT_PROGRAMS, tiles), max(1, weight.steps * weight.format.step // SEGMENT_ELEMENTS))
-    steps = cdiv(weight.steps, wanted)
-    return Segments(steps, cdiv(weight.steps, steps))
+    return cut_segments(weight.rows, weight.steps, weight.format.step)
+
+
+def cut_segments(rows: int, steps: int, step: int) -> Segments:
+    """The cut of a weight of `rows` rows and `steps` steps of `step` elements."""
+    tiles = cdiv(rows, NARROW.rows)
+    wanted = min(cdiv(SEGMENT_PROGRAMS, tiles), max(1, steps * step // SEGMENT_ELEMENTS))
+    taken = cdiv(steps, wanted)
+    return Segments(taken, cdiv(steps, taken))
+
+
+def split_limit(processors: int) -> int:
+    """Segments run in parallel, and their sums are stored, where a product has fewer tiles than this."""
+    return min(SPLIT_TILES * processors, LOCKS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +161,7 @@ def launch(
     tiles_m = cdiv(num_rows, tile.columns) if grouping is None else grouping.tile_group.shape[0]
     tiles_n = cdiv(weight.rows, tile.rows)
     tiles = tiles_m * tiles_n
-    split = segments.count > 1 and tiles < min(SPLIT_TILES * multiprocessors(out.device), LOCKS)
+    split = segments.count > 1 and tiles < split_limit(multiprocessors(out.device))
     work = torch.empty(
         tiles * segments.count * tile.rows * tile.columns if split else 1, dtype=torch.float32, device=out.device
     )

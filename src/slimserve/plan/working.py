@@ -1,0 +1,161 @@
+"""Working memory of a step in the plan: activations, stored sums, logits, inputs, recorded steps, what allocators add.
+
+The formulas follow what the engine allocates; tests/test_plan_device.py runs the engine's own code on a device that is
+not there and compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slimserve.cache.budget import CacheDemand
+from slimserve.engine.config import EngineConfig
+from slimserve.engine.forward import LEAST_CONTEXT, row_counts
+from slimserve.layers.contract import BLOCK_TOKENS
+from slimserve.models.contract import CacheKind, CacheSpec, Role
+from slimserve.ops.held import product_scratch, scratch_rows
+from slimserve.plan.description import Description
+
+MIB = 1 << 20
+
+SLACK_SHARE = {"cpu": 0.25, "cuda": 0.5}
+SLACK_LEAST = {"cpu": 32 * MIB, "cuda": 112 * MIB}
+"""What an allocator keeps of freed working memory, as a share of it. On CUDA 0 to 0.95 came out of torch's rules
+applied to the tensors of four models (see docs/notebook.md): a mean, not a bound."""
+
+GRAPH_SEGMENTS = 22 * MIB
+"""Recorded steps allocate from a pool of their own: one segment of small blocks and one of large ones at least."""
+GRAPH_BYTES = 1 * MIB
+"""What the driver keeps per recorded step; predicted, not yet measured."""
+
+ROUNDING = 2 * MIB
+"""torch's CUDA allocator takes tensors above 10 MiB in whole pieces of this size, smaller ones out of shared blocks."""
+ROUNDED_FROM = 10 * MIB
+
+LOGITS_COPIES = 3.0
+"""Float32 tables of logits alive at once while drawing: the logits, their edited copy, a sort or softmax of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One named amount of memory on one device ("cpu", "gpu0" or "each of N GPUs")."""
+
+    name: str
+    num_bytes: int
+    device: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """The memory to plan for: kind "cpu" or "cuda", bytes of each device, and how many of them share the model."""
+
+    kind: str
+    total_bytes: int
+    free_bytes: int
+    count: int = 1
+    name: str = ""
+
+    @property
+    def label(self) -> str:
+        """The device's name in terms."""
+        if self.kind == "cpu":
+            return "cpu"
+        return "gpu0" if self.count == 1 else f"each of {self.count} gpus"
+
+
+def working_terms(
+    description: Description, config: EngineConfig, tokens: int, rows: int, memory: DeviceMemory
+) -> list[Term]:
+    """Activations of the longest step, what a shorter one takes beyond them for stored sums, and tables of logits."""
+    item, width, label = config.numerics.activation_dtype.itemsize, description.per_token_width, memory.label
+    activations = tokens * width * item
+    terms = [
+        Term("activations", activations, label, f"formula: {tokens} tokens x {width} elements x {item} bytes"),
+    ]
+    if memory.kind == "cuda":
+        beside = description.product_width * item
+        peak, length = max((length * beside + _scratch(description, length, memory.count), length)
+                           for length in _lengths(description, tokens))  # fmt: skip
+        source = f"formula: sums of parallel segments at {length} tokens, beyond the activations"
+        terms.append(Term("scratch", max(0, peak - activations), label, source))
+    logits = int(rows * description.vocab_size * 4 * LOGITS_COPIES)
+    source = f"{rows} rows x {description.vocab_size} tokens x 4 bytes x {LOGITS_COPIES:g} tables"
+    # A layer's activations are gone when logits are made: only what exceeds them counts.
+    beyond = max(0, logits - sum(term.num_bytes for term in terms))
+    return [*terms, Term("logits", beyond, label, f"formula: {source}, beyond the activations")]
+
+
+def _products(description: Description) -> set[tuple[str, tuple[int, ...], bool]]:
+    """(format, shape, whether experts) of the matrices of a model."""
+    return {
+        (w.format, w.shape, bool(w.experts)) for w in description.weights
+        if len(w.shape) > 1 and w.format and w.family != Role.EMBEDDING.value
+    }  # fmt: skip
+
+
+def _lengths(description: Description, tokens: int) -> list[int]:
+    """Lengths of a step at which working memory may be largest: the longest, and where products last store sums."""
+    least = [scratch_rows(shape) for _, shape, grouped in _products(description) if not grouped]
+    return sorted({tokens, *(length for length in least if length < tokens)})
+
+
+def _scratch(description: Description, rows: int, count: int) -> int:
+    """Stored sums of the product that takes most of them, on one of `count` devices."""
+    found = (product_scratch(fmt, shape, rows * (description.experts_per_token if grouped else 1), grouped=grouped)
+             for fmt, shape, grouped in _products(description))  # fmt: skip
+    return -(-max(found, default=0) // count)
+
+
+def graph_terms(
+    description: Description, config: EngineConfig, demand: CacheDemand, rows: int, memory: DeviceMemory, q_len: int
+) -> list[Term]:
+    """Recorded steps: their shared pool and results from the start, and what each further recording takes."""
+    label = memory.label
+    if memory.kind != "cuda" or not config.graphs or not description.vocab_size:
+        return [Term("graphs", 0, label, "no steps are recorded")]
+    logits = rows * description.vocab_size * 4
+    large = (logits, _scratch(description, rows, memory.count))
+    pool = GRAPH_SEGMENTS + sum(-(-size // ROUNDING) * ROUNDING for size in large if size > GRAPH_SEGMENTS)
+    results = logits + 2 * rows * description.hidden_size * config.numerics.activation_dtype.itemsize
+    contexts = 1 + max(0, (demand.max_context - 1) // LEAST_CONTEXT).bit_length()
+    shapes = len(row_counts(demand.max_sequences)) * contexts * q_len
+    first = min(2, contexts)
+    later = (shapes - first) * GRAPH_BYTES
+    return [
+        Term("graphs", pool + results + first * GRAPH_BYTES, label, f"formula: pool and results of {rows} rows"),
+        Term("recordings", later, label, f"prediction: {shapes - first} more shapes, taken as they come"),
+    ]
+
+
+def slack_term(working: Sequence[Term], memory: DeviceMemory) -> Term:
+    """What the allocator keeps of freed working memory."""
+    share = SLACK_SHARE[memory.kind]
+    slack = max(int(share * sum(term.num_bytes for term in working)), SLACK_LEAST[memory.kind])
+    return Term("slack", slack, memory.label, f"{share:.0%} of working memory, or a floor")
+
+
+def rounding_bytes(
+    description: Description, specs: Sequence[CacheSpec], demand: CacheDemand, memory: DeviceMemory
+) -> int:
+    """What rounding costs: exactly for weights as the file holds them, half a piece for each large cache tensor."""
+    sizes = [-(-weight.num_bytes // memory.count) for weight in description.weights if not weight.host]
+    weights = sum(-size % ROUNDING for size in sizes if size > ROUNDED_FROM)
+    large = 0
+    for spec in specs:
+        # Pages count as large at any context, so that this term does not move with it.
+        counted = [(buffer, ROUNDED_FROM) for buffer in spec.page]
+        counted += [(buffer, 2 * demand.max_sequences) for buffer in spec.slot]
+        counted += [(buffer, demand.max_sequences + 1) for buffer in spec.open]
+        large += len(spec.layers) * sum(1 for buffer, count in counted if buffer.num_bytes * count > ROUNDED_FROM)
+    return weights + large * ROUNDING // 2
+
+
+def input_bytes(specs: Sequence[CacheSpec], demand: CacheDemand, tokens: int) -> int:
+    """Token ids, positions, offsets, block tables and slots of a step (see engine.inputs)."""
+    rows, blocks = demand.max_sequences, demand.blocks_per_sequence
+    paged = sum(1 for spec in specs if spec.kind is not CacheKind.RECURRENT)
+    recurrent = len(specs) - paged
+    crossings = tokens // BLOCK_TOKENS + 1
+    return tokens * 20 + rows * 8 + paged * (rows * blocks * 4 + tokens * 8) + recurrent * rows * (8 + 4 * crossings)

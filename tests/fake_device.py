@@ -1,0 +1,247 @@
+"""A GPU that is not there: the engine's own code on fake CUDA tensors, and torch's caching allocator on what it asks.
+
+Kernels are not run; everything around them is, so every tensor that the code would allocate is seen, with its size
+and its life. `Allocator` deals them out as torch's CUDA caching allocator does (c10/cuda/CUDACachingAllocator.cpp:
+rounding to 512 bytes, small blocks out of 2 MiB, large ones out of 20 MiB or whole pieces of 2 MiB, best fit, splits
+and merges), so that allocated and reserved bytes are what a device would report.
+"""
+
+from __future__ import annotations
+
+import bisect
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._C import _DisableTorchDispatch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+MIB = 1 << 20
+ROUND, SMALL, SMALL_SEGMENT = 512, MIB, 2 * MIB
+LARGE_SEGMENT, LARGE_FROM, PIECE = 20 * MIB, 10 * MIB, 2 * MIB
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A stretch of a segment; neighbours are linked."""
+
+    size: int
+    small: bool
+    pool: int
+    free: bool = False
+    before: Block | None = None
+    after: Block | None = None
+
+
+@dataclass
+class Allocator:
+    """Live and reserved bytes of pools (0: the ordinary one) under torch's rules."""
+
+    allocated: int = 0
+    reserved: dict[int, int] = field(default_factory=dict)
+    peak: int = 0
+    pool: int = 0
+    _free: dict[tuple[int, bool], list[tuple[int, int, Block]]] = field(default_factory=dict)
+    _count: int = 0
+
+    def allocate(self, num_bytes: int) -> Block | None:
+        """A block for num_bytes; None for empty tensors."""
+        if num_bytes <= 0:
+            return None
+        size = -(-num_bytes // ROUND) * ROUND
+        small = size <= SMALL
+        held = self._free.setdefault((self.pool, small), [])
+        place = bisect.bisect_left(held, (size, -1))
+        if place < len(held):
+            block = held.pop(place)[2]
+        else:
+            wanted = SMALL_SEGMENT if small else LARGE_SEGMENT if size < LARGE_FROM else -(-size // PIECE) * PIECE
+            self.reserved[self.pool] = self.reserved.get(self.pool, 0) + wanted
+            block = Block(wanted, small, self.pool)
+        rest = block.size - size
+        if rest >= ROUND if small else rest > SMALL:
+            tail = Block(rest, small, block.pool, True, block, block.after)
+            if block.after is not None:
+                block.after.before = tail
+            block.size, block.after = size, tail
+            self._keep(tail)
+        block.free = False
+        self.allocated += block.size
+        self.peak = max(self.peak, self.allocated)
+        return block
+
+    def release(self, block: Block) -> None:
+        """Give a block back; it merges with free neighbours."""
+        self.allocated -= block.size
+        block.free = True
+        for other in (block.before, block.after):
+            if other is not None and other.free:
+                self._drop(other)
+                first, second = (other, block) if other is block.before else (block, other)
+                first.size += second.size
+                first.after = second.after
+                if second.after is not None:
+                    second.after.before = first
+                block = first
+        block.free = True
+        self._keep(block)
+
+    def empty_cache(self) -> None:
+        """Give whole free segments of the ordinary pool back."""
+        for small in (False, True):
+            held = self._free.get((0, small), [])
+            whole = [entry for entry in held if entry[2].before is None and entry[2].after is None]
+            for entry in whole:
+                held.remove(entry)
+                self.reserved[0] -= entry[0]
+
+    def _keep(self, block: Block) -> None:
+        self._count += 1
+        bisect.insort(self._free.setdefault((block.pool, block.small), []), (block.size, self._count, block))
+
+    def _drop(self, block: Block) -> None:
+        held = self._free[block.pool, block.small]
+        held.pop(next(i for i, entry in enumerate(held) if entry[2] is block))
+
+
+class Watch(TorchDispatchMode):
+    """Sees every storage that appears on the fake device, and when it goes."""
+
+    def __init__(self, allocator: Allocator) -> None:
+        super().__init__()
+        self.allocator = allocator
+        self._seen: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda":
+                self._note(leaf.untyped_storage())
+        return result
+
+    def _note(self, storage: Any) -> None:
+        key = storage._cdata
+        known = self._seen.get(key)
+        if known is not None and known() is storage:
+            return
+        block = self.allocator.allocate(storage.nbytes())
+
+        def gone(_: Any) -> None:
+            self._seen.pop(key, None)
+            if block is not None:
+                self.allocator.release(block)
+
+        self._seen[key] = weakref.ref(storage, gone)
+
+
+def _item(tensor: torch.Tensor, index: Any) -> torch.Tensor:
+    """tensor[index] by plain operations: the built-in form wants a device of that kind."""
+    steps = list(index) if isinstance(index, tuple) else [index]
+    if any(step is Ellipsis for step in steps):
+        at = next(i for i, step in enumerate(steps) if step is Ellipsis)
+        taken = sum(1 for step in steps if step is not None) - 1
+        steps[at : at + 1] = [slice(None)] * (tensor.dim() - taken)
+    if any(isinstance(step, list) for step in steps):
+        steps = [torch.tensor(step) if isinstance(step, list) else step for step in steps]
+    indexed: list[Any] = []
+    dim = 0
+    for step in steps:
+        if step is None:
+            tensor = torch.ops.aten.unsqueeze(tensor, dim)
+            indexed.append(None)
+            dim += 1
+        elif isinstance(step, torch.Tensor):
+            indexed.append(step)
+            dim += 1
+        elif isinstance(step, slice):
+            start, stop, stride = step.indices(tensor.shape[dim])
+            tensor = torch.ops.aten.slice(tensor, dim, start, max(start, stop), stride)
+            indexed.append(None)
+            dim += 1
+        else:
+            tensor = torch.ops.aten.select(tensor, dim, int(step))
+    if any(entry is not None for entry in indexed):
+        return torch.ops.aten.index(tensor, indexed)
+    return tensor
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_contiguous():
+        return tensor
+    return torch.ops.aten.clone(tensor, memory_format=torch.contiguous_format)
+
+
+def _set_item(tensor: torch.Tensor, index: Any, value: Any) -> None:
+    steps = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(step, torch.Tensor) for step in steps):
+        return  # writes in place: nothing is allocated that stays
+    target = _item(tensor, index)
+    torch.ops.aten.copy_(target, value) if isinstance(value, torch.Tensor) else target.fill_(value)
+
+
+@contextmanager
+def fake_cuda(allocator: Allocator) -> Iterator[None]:
+    """Inside, "cuda:0" is an H200 on which nothing is computed."""
+    from triton.runtime import interpreter, jit
+
+    from slimserve.engine import inputs
+    from slimserve.ops.triton import launch
+    from slimserve.quant import synthetic
+    from slimserve.quant.synthetic import RandomBits
+    from slimserve.quant.tensor import PackedTensor
+    from slimserve.weights import loader
+
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="fake", total_memory=141 << 30)
+
+    def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        with unset_fake_temporarily(), _DisableTorchDispatch():
+            return torch.zeros(shape, dtype=dtype)
+
+    def buffer(self: Any, host: torch.Tensor, device: torch.Tensor) -> None:
+        self._host, self._device = host, device
+        self.array = zeros(tuple(host.shape), host.dtype, device.device).numpy()
+
+    def grouped(fmt: Any, shape: tuple[int, ...], _: float, bits: RandomBits, name: str) -> PackedTensor:
+        """NVFP4 with empty planes: the real one asks for values."""
+        data = torch.empty((*shape[:-1], shape[-1] // 2), dtype=torch.uint8, device=bits.device)
+        scale = torch.empty((*shape[:-1], shape[-1] // 16), dtype=torch.float8_e4m3fn, device=bits.device)
+        every = torch.empty(1, device=bits.device)
+        return PackedTensor(fmt, shape, data, name, {"weight_scale": scale, "global_scale": every})
+
+    def no_launch(*_: Any, **__: Any) -> Any:
+        return lambda *args, **kwargs: None
+
+    launch.multiprocessors.cache_clear()
+    with ExitStack() as stack:
+        for target, name, value in (
+            (torch.cuda, "get_device_properties", lambda device=None: properties),
+            (torch.cuda, "current_device", lambda: 0),
+            (torch.cuda, "mem_get_info", lambda device=None: (141 << 30, 141 << 30)),
+            (inputs, "_zeros", zeros),
+            (inputs._Buffer, "__init__", buffer),
+            (synthetic, "_unit_spread", lambda name: 1.0),
+            (synthetic, "_shape_blocks", lambda *_: None),
+            (synthetic, "_random_grouped", grouped),
+            (RandomBits, "fill_bytes", lambda self, out: out),
+            (RandomBits, "bell", lambda self, out, spread: out),
+            (loader, "_check_finite", lambda tensor: None),
+            (FakeTensor, "contiguous", _contiguous),
+            (FakeTensor, "copy_", lambda self, source, non_blocking=False: self),
+            (FakeTensor, "__getitem__", _item),
+            (FakeTensor, "__setitem__", _set_item),
+            (jit.JITFunction, "__getitem__", no_launch),
+            (interpreter.InterpretedFunction, "__getitem__", no_launch),
+        ):
+            stack.enter_context(mock.patch.object(target, name, value, create=True))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(Watch(allocator))
+        stack.enter_context(torch.no_grad())
+        yield
+    launch.multiprocessors.cache_clear()

@@ -1,0 +1,146 @@
+"""The plan's formulas beside the tensors that the engine's own code makes, on a GPU that is not there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fake_device import MIB, Allocator, fake_cuda
+
+from slimserve.engine.config import CacheConfig, EngineConfig, NumericsConfig, SchedulerConfig
+from slimserve.engine.inputs import Padding
+from slimserve.engine.loop import Engine
+from slimserve.engine.request import Request, SamplingParams
+from slimserve.models.format_map import find_rule
+from slimserve.models.registry import find_hf
+from slimserve.plan.description import Description, describe_config
+from slimserve.plan.memory import DeviceMemory, MemoryPlan, plan_memory
+from slimserve.profiles.registry import find_record
+from slimserve.weights.loader import load_source
+from slimserve.weights.synthetic import SyntheticModel, lay_out
+
+GIB = 1 << 30
+H200 = DeviceMemory("cuda", 140 * GIB, 140 * GIB)
+
+
+@dataclass
+class Seen:
+    """Bytes that the engine's code asked for: by purpose, and what torch's rules reserve for a recorded step."""
+
+    weights: int
+    cache: int
+    inputs: int
+    working: int
+    graphs: int
+
+
+def shallow(name: str, layers: int) -> tuple[SyntheticModel, Description]:
+    """A record's model with its real widths and a few layers."""
+    model = find_record(name).model
+    config = {**model.config, "num_hidden_layers": layers}
+    if "layer_types" in config:
+        config["layer_types"] = list(config["layer_types"])[:layers]
+    parsed = find_hf(config).from_hf(config, {})
+    used = {find_rule(model.formats, spec) for spec in parsed.parameters()}
+    rules = tuple(rule for rule in model.formats if rule in used)
+    return SyntheticModel(name, config, rules, ()), describe_config(name, config, rules, ())
+
+
+def observe(model: SyntheticModel, config: EngineConfig, lengths: list[int]) -> Seen:
+    """Load, build, run prompts of `lengths` tokens and the widest decode step, record it."""
+    allocator, device = Allocator(), torch.device("cuda:0")
+    with fake_cuda(allocator):
+        loaded = load_source(lay_out(model).source(device), device=device, numerics=config.numerics)
+        weights = allocator.allocated
+        engine = Engine(loaded.model, config)
+        assert engine.cache.storage is not None
+        base = allocator.allocated
+        forward = engine.runner.forward
+        forward.recorder = None
+        peak = 0
+        for length in lengths:
+            engine.submit(Request(f"r{length}", [1] * length, SamplingParams(temperature=0.0), 3, ignore_eos=True))
+            plan = engine.scheduler.plan()
+            assert sum(row.q_len for row in plan.rows) == length
+            allocator.peak = allocator.allocated
+            computed = forward(plan)
+            peak = max(peak, allocator.peak - base)
+            del computed
+            engine.abort(f"r{length}")
+            engine.scheduler.plan()
+        rows = config.scheduler.max_sequences
+        results = forward.compute_widest()
+        held = sum(part.numel() * part.element_size() for part in (results.hidden, results.logits, results.finite))
+        del results
+        allocator.pool = 1
+        step = forward.buffers.fill_rows((), engine.cache, Padding(rows, 1, forward.buffers.max_context))
+        forward._compute(step)
+        graphs = allocator.reserved[1] + held
+    return Seen(weights, engine.cache.storage.num_bytes, forward.buffers.num_bytes, peak, graphs)
+
+
+def planned(description: Description, config: EngineConfig) -> MemoryPlan:
+    return plan_memory(description, config, H200)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("qwen25-coder-1.5b", 2),
+        ("gemma3-270m", 6),
+        pytest.param("qwen35-4b", 4, marks=pytest.mark.slow),
+        pytest.param("glm53f-q2-1", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_terms_are_what_the_code_allocates(name: str, layers: int) -> None:
+    model, description = shallow(name, layers)
+    limits = SchedulerConfig(max_sequences=12, max_context=4096, token_budget=2048, mixed_prefill_budget=1024)
+    config = EngineConfig(
+        device="cuda:0",
+        cache=CacheConfig(budget_bytes=2 * GIB),
+        scheduler=limits,
+        numerics=NumericsConfig(activation_dtype=torch.bfloat16),
+    )
+    plan = planned(description, config)
+    terms = {term.name: term.num_bytes for term in plan.terms}
+    assert plan.cache is not None
+    config = replace(config, cache=replace(config.cache, budget_bytes=plan.cache.budget_bytes))
+    scratch = next(term for term in plan.terms if term.name == "scratch")
+    worst = int(scratch.source.split(" at ")[1].split()[0])
+    seen = observe(model, config, sorted({2048, min(worst, 2048)}))
+    groups = plan.by_group()
+    for what, expected, got in (
+        ("weights", groups["weights"], seen.weights),
+        ("cache", plan.cache.used_bytes, seen.cache),
+        ("inputs", terms["inputs"], seen.inputs),
+        ("working", groups["working"], seen.working),
+        ("graphs", terms["graphs"], seen.graphs),
+    ):
+        print(f"{name}, {layers} layers: {what} planned {expected / MIB:.1f}, allocated {got / MIB:.1f} MiB")
+        least = (1 if what in ("cache", "inputs") else 32) * MIB
+        assert abs(expected - got) <= max(0.1 * expected, least), what
+
+
+def test_the_allocator_follows_torchs_rules() -> None:
+    """Worked by hand: small blocks share 2 MiB, those below 10 MiB 20 MiB, large ones round up; freed ones merge."""
+    allocator = Allocator()
+    small = [allocator.allocate(700) for _ in range(3)]
+    assert (allocator.allocated, allocator.reserved[0]) == (3 * 1024, 2 * MIB)
+    middle = allocator.allocate(3 * MIB)
+    assert allocator.reserved[0] == 22 * MIB
+    large = allocator.allocate(10 * MIB + 1)
+    # 12 MiB come from the 17 MiB that are left of the 20: the best fit, with a tail above 1 MiB split off.
+    assert allocator.reserved[0] == 22 * MIB and allocator.allocated == 3 * 1024 + 13 * MIB + 512
+    huge = allocator.allocate(31 * MIB)
+    # The piece of 32 MiB stays whole: what is left over is 1 MiB, and torch counts it as the tensor's.
+    assert allocator.reserved[0] == 54 * MIB and allocator.allocated == 3 * 1024 + 45 * MIB + 512
+    for block in (large, middle, huge, *small):
+        assert block is not None
+        allocator.release(block)
+    assert allocator.allocated == 0
+    allocator.empty_cache()
+    assert allocator.reserved[0] == 0
