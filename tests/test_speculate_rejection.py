@@ -143,6 +143,7 @@ def test_replies_follow_the_targets_distribution(params: SamplingParams, count: 
     for position in range(4):
         others = tuple(axis for axis in range(4) if axis != position)
         p = p_value(table.sum(others), count * joint.sum(others))
+        print(f"{count:,} replies, token {position + 1}: p = {p:.3f}")
         assert p > 0.001, f"token {position + 1}: p = {p:.5f}"
     for pair in itertools.combinations(range(4), 2):
         others = tuple(axis for axis in range(4) if axis not in pair)
