@@ -101,6 +101,38 @@ def test_latents_of_every_cache_dtype(name: str, dtype: torch.dtype) -> None:
     close(got, expected)
 
 
+def test_segments_side_by_side_or_in_turn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long lists give the same bits wherever their segments run, and a list of everything those of no list."""
+    if name != "triton":
+        pytest.skip("the C++ kernel has no segments")
+    from slimserve.ops.triton import latent as kernels
+
+    generator = torch.Generator().manual_seed(12)
+    heads, dim = (20, 40) if DEVICE == "cpu" else (64, 512)
+    pages = torch.randn(13, 64, dim, generator=generator).to(torch.bfloat16).to(DEVICE)
+    table = (torch.randperm(12, generator=generator) + 1).to(torch.int32)[None].to(DEVICE)
+    q = torch.randn(2, heads, dim, generator=generator)
+    q = (q if DEVICE == "cpu" else q.bfloat16()).to(DEVICE)
+    offsets, starts = (torch.tensor(t, dtype=torch.int32, device=DEVICE) for t in ([0, 2], [701]))
+    chosen = torch.stack([torch.randperm(175, generator=generator)[:80].sort().values for _ in range(2)])
+    everything = torch.arange(175).expand(2, 175).contiguous()
+    results = []
+    for processors in (0, 10_000):
+        monkeypatch.setattr(kernels, "multiprocessors", lambda device, processors=processors: processors)
+        for pools in (chosen, everything, None):
+            listed = None if pools is None else pools.to(torch.int32).to(DEVICE)
+            settings = {"scale": 0.2, "pool": 4, "max_context": 703}
+            results.append(kernels.latent_attention(q, pages, table, listed, offsets, starts, **settings))
+    for one, other in zip(results[:3], results[3:], strict=True):
+        assert torch.equal(one, other), "segments side by side"
+    assert torch.equal(results[1], results[2]), "all pools, or no list"
+    expected = latent.latent_attention(
+        q.cpu().float(), pages.cpu(), table.cpu(), chosen.to(torch.int32), offsets.cpu(), starts.cpu(), scale=0.2,
+        pool=4, max_context=703,
+    )  # fmt: skip
+    close(results[0], expected, 2e-6 if DEVICE == "cpu" else 1e-2)
+
+
 @pytest.mark.parametrize("heads", [5, 16])
 def test_selection_does_not_depend_on_the_step(name: str, heads: int) -> None:
     """Tokens of several rows at once, and each alone: the same pools; bfloat16 keys, more pools than vector lanes."""

@@ -24,7 +24,7 @@ _NOTHING = -3.0e38
 
 
 @triton.jit
-def _merge(total_max, total_sum, total, part_max, part_sum, part):
+def merge_parts(total_max, total_sum, total, part_max, part_sum, part):
     """Fold one segment's (maximum, sum, values) into the running ones; an unseen segment changes no bit."""
     new_max = tl.maximum(total_max, part_max)
     keep = tl.exp2(total_max - new_max)
@@ -142,7 +142,7 @@ def _attention_kernel(
             tl.store(work_stat_ptr + place * 2 + 1, part_sum, mask=live)
             tl.store(work_ptr + place[:, None] * BLOCK_D + col[None, :], part, mask=live[:, None])
         else:
-            total_max, total_sum, total = _merge(total_max, total_sum, total, part_max, part_sum, part)
+            total_max, total_sum, total = merge_parts(total_max, total_sum, total, part_max, part_sum, part)
     if not SPLIT:
         result = total / total_sum[:, None]
         place = (flat * q_heads + head)[:, None] * DIM + col[None, :]
@@ -176,7 +176,7 @@ def _merge_kernel(
         part_max = tl.load(work_stat_ptr + place * 2, mask=live, other=NOTHING)
         part_sum = tl.load(work_stat_ptr + place * 2 + 1, mask=live, other=0.0)
         part = tl.load(work_ptr + place[:, None] * BLOCK_D + col[None, :], mask=live[:, None], other=0.0)
-        total_max, total_sum, total = _merge(total_max, total_sum, total, part_max, part_sum, part)
+        total_max, total_sum, total = merge_parts(total_max, total_sum, total, part_max, part_sum, part)
     result = total / total_sum[:, None]
     place = (flat * q_heads + head)[:, None] * dim + col[None, :]
     tl.store(out_ptr + place, result.to(out_ptr.dtype.element_ty), mask=live[:, None] & (col < dim)[None, :])

@@ -1,7 +1,7 @@
-"""Triton kernels of sparse latent attention, its pooled indexer, hyper-connections and the expert router.
+"""Triton kernels of the pooled indexer, hyper-connections and the expert router.
 
-A program owns one token (or one token and a group of heads, or one pool), and its loop bounds are functions of that
-token's absolute position, so bits do not depend on the launch.
+A program owns one token, or one pool, and its loop bounds are functions of that token's absolute position, so bits
+do not depend on the launch.
 """
 
 from __future__ import annotations
@@ -10,123 +10,25 @@ import torch
 import triton
 import triton.language as tl
 
+from slimserve.ops.triton.latent import latent_attention
 from slimserve.ops.triton.launch import INTERPRETED, NO_FUSION, cdiv, next_power
 from slimserve.ops.triton.open_rows import keep_rows, row_of
 
+__all__ = [
+    "hyper_post",
+    "hyper_pre",
+    "latent_attention",
+    "layer_norm",
+    "route",
+    "select_pools",
+    "update_pools",
+]
+
 PAGE_TOKENS = 64
-HEAD_ROWS = 16
-LIST_BLOCK = 32
 SCORE_BLOCK = 64
 RANK_BLOCK = 2048
 SCORE_WORKSPACE_BYTES = 256 << 20
 """Scores are ranked for as many tokens at once as fit here; the rest follow."""
-
-_NOTHING = -3.0e38
-
-
-@triton.jit
-def _attend(
-    q, token, wanted, latent_ptr, table_ptr, table_base, col, live_col, scale, best, total, sum_,
-    DIM: tl.constexpr, PAGE: tl.constexpr, IEEE: tl.constexpr, NOTHING: tl.constexpr,
-):  # fmt: skip
-    """Fold the listed tokens [N] into the running softmax of q [M, C]: (maximum, mass, values)."""
-    page = tl.load(table_ptr + table_base + token // PAGE, mask=wanted, other=0).to(tl.int64)
-    place = (page * PAGE + token % PAGE) * DIM
-    keys = tl.load(latent_ptr + place[:, None] + col[None, :], mask=wanted[:, None] & live_col[None, :], other=0.0)
-    keys = keys.to(q.dtype)
-    if IEEE:
-        score = tl.dot(q, tl.trans(keys), input_precision="ieee")
-    else:
-        score = tl.dot(q, tl.trans(keys))
-    score = tl.where(wanted[None, :], score * (scale * 1.4426950408889634), NOTHING)
-    new_best = tl.maximum(best, tl.max(score, axis=1))
-    keep = tl.exp2(best - new_best)
-    weight = tl.where(wanted[None, :], tl.exp2(score - new_best[:, None]), 0.0)
-    total = tl.fma(total, keep, tl.sum(weight, axis=1))
-    sum_ = sum_ * keep[:, None]
-    if IEEE:
-        sum_ = tl.dot(weight.to(q.dtype), keys, sum_, input_precision="ieee")
-    else:
-        sum_ = tl.dot(weight.to(q.dtype), keys, sum_)
-    return new_best, total, sum_
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _latent_kernel(
-    q_ptr, latent_ptr, table_ptr, pools_ptr, offsets_ptr, starts_ptr, out_ptr,
-    heads, table_stride, num_pools, num_rows, scale,
-    POOL: tl.constexpr, LISTED: tl.constexpr, IEEE: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_H: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, NOTHING: tl.constexpr,
-):  # fmt: skip
-    flat = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    row = row_of(flat, offsets_ptr, num_rows)
-    position = tl.load(starts_ptr + row).to(tl.int64) + flat - tl.load(offsets_ptr + row).to(tl.int64)
-    table_base = row * table_stride
-    col = tl.arange(0, BLOCK_D)
-    live_col = col < DIM
-    mask = (head < heads)[:, None] & live_col[None, :]
-    place = (flat * heads + head)[:, None] * DIM + col[None, :]
-    q = tl.load(q_ptr + place, mask=mask, other=0.0)
-    if IEEE:
-        q = q.to(tl.float32)
-    best = tl.full((BLOCK_H,), NOTHING, tl.float32)
-    total = tl.zeros((BLOCK_H,), tl.float32)
-    sum_ = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
-    entry = tl.arange(0, BLOCK)
-    visible = (position + 1) // POOL
-    tail = tl.zeros((), tl.int64)
-    if LISTED:
-        tail = visible * POOL
-        count = tl.minimum(visible, num_pools) * POOL
-        first = tl.zeros((), tl.int64)
-        while first < count:
-            index = first + entry
-            pool = tl.load(pools_ptr + flat * num_pools + index // POOL, mask=index < count, other=-1).to(tl.int64)
-            wanted = (pool >= 0) & (pool < visible)
-            token = tl.where(wanted, pool * POOL + index % POOL, 0)
-            best, total, sum_ = _attend(
-                q, token, wanted, latent_ptr, table_ptr, table_base, col, live_col, scale, best, total, sum_,
-                DIM, PAGE, IEEE, NOTHING,
-            )  # fmt: skip
-            first += BLOCK
-    while tail <= position:
-        token = tail + entry
-        wanted = token <= position
-        best, total, sum_ = _attend(
-            q, tl.where(wanted, token, 0), wanted, latent_ptr, table_ptr, table_base, col, live_col, scale,
-            best, total, sum_, DIM, PAGE, IEEE, NOTHING,
-        )  # fmt: skip
-        tail += BLOCK
-    out = tl.where((total > 0.0)[:, None], sum_ / total[:, None], tl.where((total == total)[:, None], 0.0, sum_))
-    tl.store(out_ptr + place, out, mask=mask)
-
-
-def latent_attention(
-    q: torch.Tensor,
-    latent: torch.Tensor,
-    block_table: torch.Tensor,
-    pools: torch.Tensor | None,
-    row_offsets: torch.Tensor,
-    start_positions: torch.Tensor,
-    *,
-    scale: float,
-    pool: int,
-    max_context: int,
-) -> torch.Tensor:
-    """See ops.hybrid.latent_attention."""
-    num_tokens, heads, dim = q.shape
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    if num_tokens == 0:
-        return out
-    ieee = q.dtype == torch.float32 or INTERPRETED
-    _latent_kernel[(num_tokens, cdiv(heads, HEAD_ROWS))](
-        q.contiguous(), latent, block_table, block_table if pools is None else pools, row_offsets, start_positions,
-        out, heads, block_table.stride(0), 0 if pools is None else pools.shape[1], row_offsets.numel() - 1, scale,
-        POOL=pool, LISTED=pools is not None, IEEE=ieee, PAGE=PAGE_TOKENS, BLOCK=LIST_BLOCK, BLOCK_H=HEAD_ROWS, DIM=dim,
-        BLOCK_D=max(16, next_power(dim)), NOTHING=_NOTHING, num_warps=8 if dim > 128 else 4, **NO_FUSION,
-    )  # fmt: skip
-    return out
 
 
 @triton.jit
