@@ -110,6 +110,18 @@ def test_where_drafting_loses_it_is_off_and_costs_little() -> None:
     assert machine.tokens / machine.seconds / 4 > 0.97 and set(control.lengths().values()) == {0}
 
 
+def test_a_machine_that_slows_down_is_not_taken_for_drafts_that_do_not_pay() -> None:
+    """Other work comes and goes: plain and drafting steps are slower alike, but few of the plain ones are seen."""
+    control = SpeculationControl(8, first_length=3)
+    machine = Machine(control, 1, per_draft=0.4, acceptance=[0.97] * 8)
+    machine.run(300)
+    lengths = []
+    for speed in (2.5, 1.0, 4.0, 1.5):
+        machine.plain, machine.per_draft = speed, 0.4 * speed
+        lengths += machine.run(200)
+    assert control.num_switches == 0 and sum(length > 0 for length in lengths) > 0.95 * len(lengths)
+
+
 def test_dear_probes_are_rare() -> None:
     """A probe that costs 40 plain steps may not come every 64."""
     control = SpeculationControl(8, first_length=3)
@@ -170,8 +182,10 @@ def test_preparation_is_shared_by_the_drafts_that_follow() -> None:
         control.observe(1, True, 3, 1.5, [(4, 2)], 20.0 if step == 0 else 0.0)
     assert control.lengths()[1] > 0 and 1.6 < control.gains()[1] < 2.1
     for _ in range(200):
-        control.draft_length(1)
-        control.observe(1, True, 3, 1.5, [(4, 2)], 4.0)
+        if control.draft_length(1):
+            control.observe(1, True, 3, 1.5, [(4, 2)], 4.0)
+        else:
+            control.observe(1, False, 1, 1.0)
     assert control.lengths()[1] == 0, "preparation at every step does not pay"
 
 

@@ -97,6 +97,7 @@ class _Bucket:
     since_review: int = 0
     debt: float = 0.0
     unpaid: float = 0.0
+    doubted: bool = False
     tried_at: int = 0
     tries_longer: bool = True
     clock: int = 0
@@ -255,12 +256,19 @@ class SpeculationControl:
         if bucket.on and bucket.gain < (_GIVE_UP_BELOW if sure else _GIVE_UP_EARLY_BELOW):
             bucket.since_review = _REVIEW_EVERY  # a shorter draft may still pay
             if not self._best_other(bucket, {*range(1, bucket.length), *bucket.drafted}, _GIVE_UP_BELOW):
-                bucket.on = False
-                self.num_switches += 1
-        elif not bucket.on and bucket.gain > _TRY_AGAIN_ABOVE:
+                if bucket.doubted:
+                    bucket.on = bucket.doubted = False
+                    self.num_switches += 1
+                else:
+                    # Perhaps the whole machine has become slower since the last plain steps: measure those again.
+                    bucket.doubted = True
+                    bucket.plain = _Mean()
+        elif bucket.on:
+            bucket.doubted = False
+        elif bucket.gain > _TRY_AGAIN_ABOVE:
             bucket.on = True
             self.num_switches += 1
-        elif not bucket.on and not bucket.probing:
+        elif not bucket.probing:
             # The next probe tries a shorter draft; behind the shortest the first length comes again.
             bucket.length = bucket.length // 2 or min(self._first_length, self.limit(num_rows))
 
