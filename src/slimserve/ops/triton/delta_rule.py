@@ -29,6 +29,7 @@ BLOCK = 16
 """Tokens of a block: the rows of one product instruction, and few enough that a decoded token pads little."""
 VALUE_SLICE = 32
 """Values that a program owns: its warps own eight each, so that sums over a block's rows stay inside a warp."""
+WARPS = 4
 
 # One compiled form for every step: a number that is 1 when decoding and 9 when not would otherwise make two.
 _INDEX_POINTERS = ["state_in_ptr", "state_out_ptr", "open_index_ptr", "row_offsets_ptr", "start_ptr"]
@@ -347,7 +348,7 @@ def gated_delta_rule(
     shared = {
         "heads": heads, "repeat": heads // key_heads, "key_dim": key_dim, "PER_CHANNEL": g.dim() == 3, "TILED": tiled,
         "EXACT": _holds_tf32(q, k), "BK": max(16, next_power(key_dim)), "C": CHUNK, "B": BLOCK,
-        "num_warps": 4, **NO_FUSION,
+        "num_warps": WARPS, **NO_FUSION,
     }  # fmt: skip
     # A row that crosses n boundaries has new tokens in at most n + 1 chunks.
     _pairs_kernel[(crossings + 1, heads, num_rows)](
