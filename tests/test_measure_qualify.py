@@ -14,6 +14,7 @@ import pytest
 
 from slimserve import fetch
 from slimserve.errors import RunError, UsageError
+from slimserve.hardware import Hardware
 from slimserve.measure.booted import BootedProfile
 from slimserve.measure.client import Endpoint
 from slimserve.measure.gates import GateResult, Trial, digest, likelihood, load_oracle, prefix_cache, row_independence
@@ -27,6 +28,7 @@ from slimserve.profiles import evidence as evidence_module
 from slimserve.profiles.evidence import CHANGED, EVIDENCE_FOLDER, Status, load_evidence
 from slimserve.profiles.planning import fitted
 from slimserve.profiles.record import NeedleStyle
+from slimserve.profiles.registry import load_catalog
 from slimserve.profiles.report import list_rows, show_lines
 from slimserve.profiles.resolve import resolve
 
@@ -125,6 +127,19 @@ def test_evidence_in_the_tree(path: Path) -> None:
         assert all(len(gate["seconds"]) == 2 for gate in body["gates"]), "every gate is calibrated by a second run"
 
 
+def test_the_readme_says_what_is_computed() -> None:
+    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1:4] for line in text.splitlines() if line.startswith("| `")]
+    claimed = {}
+    for names, _, status in rows:
+        known = [name for name in re.findall(r"`([^`]+)`", names) if name in load_catalog().records]
+        words = [word.strip() for word in status.split(",")]
+        claimed |= dict(zip(known, words * (len(known) if len(words) == 1 else 1), strict=True))
+    plain = Hardware("a processor", 4, frozenset(), 64 << 30, 64 << 30)
+    computed = {row.name: row.status.value for row in list_rows(plain)[0]}
+    assert set(QUALIFIED) <= set(claimed) and claimed == {name: computed[name] for name in claimed}
+
+
 def test_stale_evidence_is_told_and_never_breaks_a_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in QUALIFIED:
         write_evidence(evidence(profile=name, settings_hash="0" * 16), tmp_path)
@@ -211,8 +226,7 @@ def test_forty_questions_with_checkable_answers() -> None:
 def test_oracles_are_whole(name: str) -> None:
     oracle = load_oracle(name)
     assert oracle is not None and oracle["source"] and len(oracle["cases"]) >= 6
-    if "likelihood" in oracle:
-        assert oracle["likelihood"]["source"] and 0 < oracle["likelihood"]["nats_per_token"] < 10
+    assert oracle["likelihood"]["source"] and 0 < oracle["likelihood"]["nats_per_token"] < 10
     for case in oracle["cases"]:
         assert len(case["output_token_ids"]) == len(case["margins"]) == 48 and case["prompt_token_ids"]
         assert min(case["margins"]) >= 0
