@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -219,6 +219,16 @@ def test_a_server_that_ends_in_spite_of_ignore_eos_is_asked_for_min_tokens(serve
     manners.min_tokens = False
     report = run_exact(Endpoint(url, "a-model"), SHAPE)
     assert not report["exact"] and "9 output tokens instead of 12 (finish stop)" in report["rows"][0]["problems"][0]
+
+
+def test_reports_about_synthetic_weights_say_so(server: Any) -> None:
+    url, _ = server
+    named = Endpoint(url, "a-model-synthetic-weights")
+    report = run_exact(named, replace(SHAPE, concurrency=(1,), passes=1))
+    assert report["weights"] == "synthetic weights" and "[synthetic weights]" in exact_lines(report)[0]
+    lasting = run_sustained(named, SHAPE, Load(0.2, None, 1))
+    assert lasting["weights"] == "synthetic weights" and "[synthetic weights]" in sustained_lines(lasting)[0]
+    assert run_exact(Endpoint(url), replace(SHAPE, concurrency=(1,), passes=1))["weights"] == ""
 
 
 def test_cached_tokens_are_reported(server: Any) -> None:

@@ -111,6 +111,7 @@ def open_model(
     from slimserve.engine.build import EngineSettings, encode_config
     from slimserve.profiles.planning import admit
     from slimserve.profiles.resolve import resolve
+    from slimserve.profiles.synthetic import SYNTHETIC_NAME
 
     device = None if flags.device in (None, "auto") else flags.device
     resolved = resolve(profile, model=model, flags=flags.settings(), device=device)
@@ -119,6 +120,9 @@ def open_model(
     config = replace(config, speculation=flags.speculation(config.speculation))
     path, text, synthetic = _files_or_made(resolved, weights)
     names = (resolved.served_name, resolved.name) if resolved.served_name != resolved.name else (resolved.name,)
+    if synthetic is not None:
+        # The name that clients find first, so that whatever they report says so.
+        names = (f"{resolved.served_name}-{SYNTHETIC_NAME}", *names)
     spec = EngineSettings(
         path=path,
         name=resolved.name,

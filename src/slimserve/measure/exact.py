@@ -18,6 +18,7 @@ from slimserve.measure.client import Endpoint, Reply, ServerError
 from slimserve.measure.engine_counts import EngineCounts, drafting_words, total_counts
 from slimserve.measure.figures import Figure, figure, percentile
 from slimserve.measure.prompts import Prompt, PromptSource, prompt_source
+from slimserve.profiles.synthetic import weights_label, weights_of
 
 Say = Callable[[str], None]
 
@@ -206,6 +207,7 @@ def run_exact(endpoint: Endpoint, shape: ExactShape, say: Say = lambda text: Non
         "kind": "exact",
         "url": server.url,
         "model": server.model,
+        "weights": weights_of(server.model),
         "prompt_tokens": shape.prompt_tokens,
         "output_tokens": shape.output_tokens,
         "passes": shape.passes,
@@ -296,7 +298,8 @@ def _json(value: Figure | None) -> dict[str, float] | None:
 
 def exact_lines(report: dict[str, Any]) -> list[str]:
     """The report for people."""
-    lines = [f"{report['model']} at {report['url']}: {report['prompt_tokens']} prompt and {report['output_tokens']} "
+    name = report["model"] + weights_label(report["model"])
+    lines = [f"{name} at {report['url']}: {report['prompt_tokens']} prompt and {report['output_tokens']} "
              f"output tokens, {report['passes']} passes, prompts as {report['prompts']}"]  # fmt: skip
     lines.append(
         f"{'streams':>7} {'tok/s (range)':>24} {'decode tok/s':>24} {'first token':>12} {'token p50/p99':>18} exact"

@@ -13,6 +13,7 @@ from slimserve.measure.client import Endpoint, Reply
 from slimserve.measure.exact import Abilities, ExactShape, Say, find_abilities, request_body
 from slimserve.measure.figures import percentile
 from slimserve.measure.prompts import PromptSource, prompt_source
+from slimserve.profiles.synthetic import weights_label, weights_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ def run_sustained(endpoint: Endpoint, shape: ExactShape, load: Load, say: Say = 
         "kind": "sustained",
         "url": server.url,
         "model": server.model,
+        "weights": weights_of(server.model),
         "prompt_tokens": shape.prompt_tokens,
         "output_tokens": shape.output_tokens,
         "rate": load.rate,
@@ -121,9 +123,10 @@ def _open(sender: _Sender, load: Load, started: float) -> list[threading.Thread]
 
 def sustained_lines(report: dict[str, Any]) -> list[str]:
     """The report for people."""
+    name = report["model"] + weights_label(report["model"])
     how = f"{report['rate']:g} requests/s" if report["rate"] else f"{report['concurrency']} streams"
     lines = [
-        f"{report['model']} at {report['url']}: {how} for {report['seconds']:.0f} s, {report['requests']} requests, "
+        f"{name} at {report['url']}: {how} for {report['seconds']:.0f} s, {report['requests']} requests, "
         f"{report['failed']} failed, exact {'yes' if report['exact'] else 'NO'}",
         f"{report['output_tokens_per_second']:.1f} tok/s, {report['requests_per_second']:.2f} requests/s",
     ]

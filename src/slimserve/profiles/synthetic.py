@@ -10,6 +10,19 @@ from slimserve.weights.synthetic import SyntheticModel
 SYNTHETIC = "synthetic"
 """The one value of --weights."""
 
+SYNTHETIC_NAME = "synthetic-weights"
+"""How the served name of such a model ends."""
+
+
+def weights_of(served_name: str) -> str:
+    """What a report says of the weights behind a served name: "synthetic weights", or nothing."""
+    return "synthetic weights" if served_name.endswith(SYNTHETIC_NAME) else ""
+
+
+def weights_label(served_name: str) -> str:
+    """The same in brackets, to stand behind the name."""
+    return f" [{weights_of(served_name)}]" if weights_of(served_name) else ""
+
 
 def synthetic_model(record: ProfileRecord, seed: int = 0) -> SyntheticModel:
     """What to make for a record; RefusalError where it does not hold config and format map."""
