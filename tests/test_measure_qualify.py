@@ -88,6 +88,7 @@ def test_written_evidence_supports_its_configuration_and_no_other(
     assert status(settings_hash="quick run of it")[0] is Status.IN_PROGRESS
     row = next(row for row in list_rows()[0] if row.name == "smollm2-135m")
     assert row.status is Status.IN_PROGRESS and list_rows()[1] == ()
+    assert row.as_json()["status_reason"] == "qualified with other settings; run slimserve qualify again"
     assert any("other settings" in line for line in show_lines(resolve("smollm2-135m", device="cpu")))
 
 

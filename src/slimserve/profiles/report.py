@@ -38,6 +38,7 @@ class Row:
     reason: str
     download_bytes: int
     here: bool
+    status_reason: str
 
     def as_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -45,6 +46,7 @@ class Row:
             "name": self.name,
             "title": self.title,
             "status": self.status.value,
+            "status_reason": self.status_reason,
             "verdict": self.verdict.value,
             "fits": self.verdict is Verdict.FITS,
             "platform": self.platform,
@@ -83,6 +85,7 @@ def row_of(record: ProfileRecord, machine: Hardware) -> Row:
         reason=reason,
         download_bytes=fetch.total_bytes(record.model.files),
         here=_is_here(profile),
+        status_reason=profile.status_reason,
     )
 
 
