@@ -5,7 +5,8 @@
 Prefill of 512 tokens, decode of 64 tokens after 16, and aggregate decode of 8 streams (SlimServe only: llama.cpp's
 single stream is its yardstick). Each round measures every engine once; medians and ranges over rounds. The output is
 judged in the same run: llama.cpp is fed SlimServe's greedy tokens, and every other choice of its own is told with its
-margin. Needs llama-cpp-python built for this machine.
+margin. In turns with the engines memory is read plainly, so that decode can be told as a fraction of the machine's read
+rate. Needs llama-cpp-python built for this machine.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from slimserve.engine.config import CacheConfig, CacheDtype, EngineConfig, Sched
 from slimserve.engine.loop import Engine
 from slimserve.engine.request import Request, SamplingParams
 from slimserve.fetch import settings
+from slimserve.ops.cpu import library
 from slimserve.weights.loader import load_model
+from slimserve.weights.source import open_source
 
 FILES = {
     "qwen25-coder-0.5b": "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
@@ -117,6 +120,14 @@ def figure(values: list[float]) -> str:
     return f"{statistics.median(values):7.1f} ({min(values):.1f}-{max(values):.1f})"
 
 
+def weight_bytes(path: Path) -> int:
+    """Bytes that one token must read: every tensor but an embedding table that no head shares."""
+    source = open_source(path)
+    untied = "output.weight" in source.shapes
+    tensors = (source.packed(name).data for name in source.shapes if not (untied and name == "token_embd.weight"))
+    return sum(data.numel() * data.element_size() for data in tensors)
+
+
 def measure(name: str, threads: int, rounds: int) -> None:
     path = settings.cache_folder() / "models" / FILES[name]
     own = Own(path, threads)
@@ -148,6 +159,7 @@ def measure(name: str, threads: int, rounds: int) -> None:
 
     turns: list[Callable[[], None]] = [own_round]
     turns += [lambda label=label, peer=peer: peer_round(label, peer) for label, peer in peers.items()]
+    turns.append(lambda: note("plain reads", "GB/s", library.read_rate() / 1e9))
     for turn in turns:
         turn()
     rates.clear()
@@ -159,11 +171,15 @@ def measure(name: str, threads: int, rounds: int) -> None:
     print(f"{name}, {threads} threads, {rounds} rounds; llama.cpp, fed SlimServe's {len(margins)} greedy tokens,")
     print(f"  prefers another {len(others)} times, by at most {max(others, default=0.0):.3f} nat")
     for (engine, what), values in sorted(rates.items()):
-        print(f"  {engine:16s} {what:12s} {figure(values)} tok/s")
+        print(f"  {engine:16s} {what:12s} {figure(values)}{'' if what == 'GB/s' else ' tok/s'}")
     for what in ("prefill 512", "decode 1"):
         mine = statistics.median(rates["SlimServe", what])
         ratios = ", ".join(f"{mine / statistics.median(rates[label, what]):.2f}x {label}" for label in peers)
         print(f"  {what}: {ratios}")
+    read = statistics.median(rates["plain reads", "GB/s"])
+    for label in ("SlimServe", *peers):
+        moved = weight_bytes(path) * statistics.median(rates[label, "decode 1"]) / 1e9
+        print(f"  {label} moves {moved:.1f} GB/s of weights at one stream, {moved / read:.0%} of plain reads")
     single = max(statistics.median(rates[label, "decode 1"]) for label in peers)
     eight = statistics.median(rates["SlimServe", "decode 8"])
     print(f"  8 streams: {eight / single:.2f}x the peer's faster single stream")

@@ -52,6 +52,22 @@ def test_builds_once_and_again_when_a_source_changes(tiny_sources: Path) -> None
     assert [p.name for p in second.parent.iterdir()] == [build.LIBRARY_NAME]  # nothing half-made is left
 
 
+def test_progress_is_told_and_the_longest_units_start_first(
+    tiny_sources: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiler = compiler_or_skip()
+    (tiny_sources / "kernels_one.cpp").write_text("int one() { return 1; }\n")
+    assert [path.name for path in build.sources()] == ["kernels_one.cpp", "tiny.cpp"]
+    told: list[tuple[int, int]] = []
+    build.compile_library(compiler, build.library_path(compiler), lambda done, units: told.append((done, units)))
+    assert told == [(1, 2), (2, 2)]
+    (tiny_sources / "kernels_one.cpp").unlink()
+    build.ensure_library()
+    words = capsys.readouterr().err
+    assert "Compiling the CPU kernels" in words
+    assert "\r" not in words  # not a terminal
+
+
 def test_a_source_that_does_not_compile_is_refused_with_the_compilers_words(tiny_sources: Path) -> None:
     compiler = compiler_or_skip()
     (tiny_sources / "tiny.cpp").write_text("int broken( {")

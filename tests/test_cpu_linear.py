@@ -25,7 +25,7 @@ HALVES = {
 PLAIN = ("F32", "F16", "BF16")
 SIDE = ("F8_E4M3", "F8_BLOCK", "E2M1_G16", "INT4")
 ALL = (*HALVES, *PLAIN, *SIDE)
-ROW_COUNTS = (1, 2, 3, 8, 16, 33, 64)
+ROW_COUNTS = (1, 2, 3, 8, 11, 16, 33, 48, 49, 64)
 
 
 def random_packed(name: str, rows: int, columns: int, seed: int) -> PackedTensor:
@@ -180,3 +180,14 @@ def test_unknown_formats_and_lengths_are_left_to_the_reference() -> None:
     weight = prepare_linear([PackedTensor(fmt, (4, 128), blocks, "q1")])
     assert "reference" in weight.kernel
     assert "Q1_0" in weight.choices[0].refused[0][1]
+
+
+def test_plain_reads_see_every_page() -> None:
+    memory = torch.zeros(1 << 20, dtype=torch.uint8)
+    read = library.load().slim_read
+    assert read(memory.data_ptr(), memory.numel()) == 0
+    for at in (0, 4095, 300_000, memory.numel() - 1):
+        memory[at] = 1
+        assert read(memory.data_ptr(), memory.numel()) != 0
+        memory[at] = 0
+    assert library.read_rate(1 << 20) > 0

@@ -29,6 +29,7 @@ class Activations {
   int64_t tile_bytes() const { return tile_bytes_; }
   int64_t groups() const { return groups_; }
   int64_t width() const { return width_; }
+  int64_t rows() const { return rows_; }
   // The view of one tile for a format's kernels.
   ActTile view(int64_t tile, int group, int offset) const;
   // Quantizes or copies the rows of a tile; `sources` holds one pointer to columns_ values of `type` per row.

@@ -16,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -119,8 +120,8 @@ def _cpu_identity() -> str:
 
 
 def sources() -> list[Path]:
-    """The translation units, in a fixed order."""
-    return sorted(SOURCES.glob("*.cpp"))
+    """The translation units, those that take longest first: none of them ends alone on one core."""
+    return sorted(SOURCES.glob("*.cpp"), key=lambda path: (not path.stem.startswith("kernels_"), path.stem))
 
 
 def library_path(compiler: Compiler) -> Path:
@@ -148,8 +149,11 @@ def _run(command: list[str], what: str) -> None:
         raise RefusalError(f"Compiling {what} with {command[0]} failed: {reason}.")
 
 
-def compile_library(compiler: Compiler, target: Path) -> None:
-    """Compile all sources, a few at a time, and put the library at `target` in one rename."""
+def compile_library(compiler: Compiler, target: Path, told: Callable[[int, int], None] | None = None) -> None:
+    """Compile all sources, a few at a time, and put the library at `target` in one rename.
+
+    `told` hears how many units of how many are done, one call at a time.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     flags = [*FLAGS, *extra_flags()]
     units = sources()
@@ -162,10 +166,36 @@ def compile_library(compiler: Compiler, target: Path) -> None:
 
         jobs = max(1, min(len(units), os.cpu_count() or 1, 8))
         with ThreadPoolExecutor(jobs) as pool:
-            list(pool.map(compile_unit, range(len(units))))
+            futures = [pool.submit(compile_unit, index) for index in range(len(units))]
+            try:
+                for done, future in enumerate(as_completed(futures), 1):
+                    future.result()
+                    if told is not None:
+                        told(done, len(units))
+            except RefusalError:
+                pool.shutdown(cancel_futures=True)
+                raise
         built = Path(folder) / LIBRARY_NAME
         _run([*compiler.command, *flags, "-shared", *map(str, objects), "-o", str(built)], LIBRARY_NAME)
         os.replace(built, target)
+
+
+def _compile_aloud(compiler: Compiler, target: Path) -> None:
+    """Compile and say so on stderr; a terminal sees the units counted in one line."""
+    line = f"Compiling the CPU kernels with {compiler.name} (once, about a quarter of a minute)"
+    if not sys.stderr.isatty():
+        print(f"{line} ...", file=sys.stderr, flush=True)
+        compile_library(compiler, target)
+        return
+
+    def told(done: int, units: int) -> None:
+        print(f"\r{line}: {done} of {units}", end="", file=sys.stderr, flush=True)
+
+    print(f"{line} ...", end="", file=sys.stderr, flush=True)
+    try:
+        compile_library(compiler, target, told)
+    finally:
+        print(file=sys.stderr)
 
 
 def ensure_library() -> Path:
@@ -195,10 +225,9 @@ def ensure_library() -> Path:
 
     with FileLock(str(target.parent) + ".lock", timeout=_COMPILE_SECONDS):
         if not target.exists():
-            print(f"Compiling the CPU kernels with {compiler.name} (once, about half a minute) ...", file=sys.stderr)
             started = time.monotonic()
             try:
-                compile_library(compiler, target)
+                _compile_aloud(compiler, target)
             except RefusalError:
                 outcome.library = None
                 raise

@@ -3,39 +3,50 @@
 namespace slim {
 namespace {
 
+// Rows [t, t + T) of a tile, then the rest, in ever fewer: widths are few because each takes its time to compile.
 template <class Y, int T>
-void run_codes_float(const Sets& sets, int64_t groups, const ActTile& tile, int offset, bool first, float* out) {
-  for (int h = 0; h < HALVES; ++h) {
-    F acc[T];
-    unroll<T>(UNROLLED(t) { acc[t] = first ? f_zero() : f_load(out + t * ROWS + L * h); });
-    tile_codes_float<Y, T>(sets.codes, sets.scales, offset, h, groups, tile, acc);
-    unroll<T>(UNROLLED(t) { f_store(out + t * ROWS + L * h, acc[t]); });
+void run_real_rows(const Sets& sets, int64_t groups, const ActTile& tile, int rows, int t, int offset, bool first,
+                   float* out) {
+  for (; rows - t >= T; t += T) {
+    for (int h = 0; h < HALVES; ++h) {
+      F acc[T];
+      float* at = out + t * ROWS + L * h;
+      unroll<T>(EACH(i) { acc[i] = first ? f_zero() : f_load(at + i * ROWS); });
+      tile_codes_float<Y, T>(sets.codes, sets.scales, offset, h, groups, tile, rows, t, acc);
+      unroll<T>(EACH(i) { f_store(at + i * ROWS, acc[i]); });
+    }
   }
+  if constexpr (T > 1) {
+    if (t < rows) run_real_rows<Y, (T > 4 ? 4 : T > 2 ? 2 : 1)>(sets, groups, tile, rows, t, offset, first, out);
+  }
+}
+template <class Y>
+void run_real(const Sets& sets, int64_t groups, const ActTile& tile, int rows, int offset, bool first, float* out) {
+  run_real_rows<Y, WIDE_ROWS>(sets, groups, tile, rows, 0, offset, first, out);
 }
 
 // P sets: the halves of one panel, or two panels.
 template <class Y, int T, int P>
-void run_decoded(const Sets& sets, int64_t groups, const ActTile& tile, int, bool first, float* out) {
+void run_decoded(const Sets& sets, int64_t groups, const ActTile& tile, bool first, float* out) {
   const auto at = [&](int p, int t) { return L == ROWS ? out + (p * T + t) * ROWS : out + t * ROWS + L * p; };
   F acc[P][T];
-  unroll<P>(UNROLLED(p) { unroll<T>(UNROLLED(t) { acc[p][t] = first ? f_zero() : f_load(at(p, t)); }); });
+  unroll<P>(EACH(p) { unroll<T>(EACH(t) { acc[p][t] = first ? f_zero() : f_load(at(p, t)); }); });
   tile_int<Y, T, P>(sets, groups, tile, acc);
-  unroll<P>(UNROLLED(p) { unroll<T>(UNROLLED(t) { f_store(at(p, t), acc[p][t]); }); });
+  unroll<P>(EACH(p) { unroll<T>(EACH(t) { f_store(at(p, t), acc[p][t]); }); });
 }
 
-template <class Y, int... T, int... W>
-DecodedKernels make_decoded(std::integer_sequence<int, T...>, std::integer_sequence<int, W...>) {
-  DecodedKernels k{{nullptr, run_decoded<Y, T + 1, HALVES>...}, {nullptr, run_codes_float<Y, T + 1>...}, {nullptr}};
+template <class Y, int... T>
+DecodedKernels make_decoded(std::integer_sequence<int, T...>) {
+  DecodedKernels k{{nullptr, run_decoded<Y, T + 1, HALVES>...}, {nullptr}, run_real<Y>};
   if constexpr (L == ROWS) {
-    const DecodedFn pairs[] = {nullptr, run_decoded<Y, W + 1, 2>...};
-    for (int t = 1; t <= WIDE_ROWS; ++t) k.pair[t] = pairs[t];
+    k.pair[4] = run_decoded<Y, 4, 2>;
+    k.pair[WIDE_ROWS] = run_decoded<Y, WIDE_ROWS, 2>;
   }
   return k;
 }
 template <class Y>
 const DecodedKernels& decoded_of() {
-  static const DecodedKernels k = make_decoded<Y>(std::make_integer_sequence<int, MAX_ROWS>{},
-                                                  std::make_integer_sequence<int, WIDE_ROWS>{});
+  static const DecodedKernels k = make_decoded<Y>(std::make_integer_sequence<int, MAX_ROWS>{});
   return k;
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import time
 from functools import lru_cache
 from pathlib import Path
 
@@ -33,6 +34,7 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "slim_panel_bytes": ([_I, _L], _L),
     "slim_relayout": ([_I, _P, _L, _P, _L, _L, _L, _P], None),
     "slim_advise": ([_P, _L], None),
+    "slim_read": ([_P, _L], ctypes.c_uint32),
     "slim_panel_rows": ([_P, _P, _L, _P, _I], None),
     "slim_file_rows": ([_I, _P, _L, _L, _L, _P, _L, _P, _I], None),
     "slim_linear": ([_P, _I, _P, _I, _L, _P, _I, _L, _I], None),
@@ -145,6 +147,20 @@ def num_threads() -> int:
     """Threads that share one CPU operation."""
     library = load_or_warn()
     return torch.get_num_threads() if library is None else int(library.slim_threads())
+
+
+def read_rate(num_bytes: int = 256 << 20) -> float:
+    """Bytes per second at which all threads load memory that no cache holds: the bound of a product of one row."""
+    memory = torch.ones(num_bytes, dtype=torch.uint8)
+    library = load()
+    library.slim_advise(memory.data_ptr(), num_bytes)
+    library.slim_read(memory.data_ptr(), num_bytes)
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        library.slim_read(memory.data_ptr(), num_bytes)
+        times.append(time.perf_counter() - started)
+    return num_bytes / sorted(times)[1]
 
 
 def instruction_set() -> str:

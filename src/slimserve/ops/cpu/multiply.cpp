@@ -42,12 +42,13 @@ const float* plain_scales(const Part& part, int64_t panel) {
 void multiply_direct(const Part& part, const FormatKernels* k, const Activations& x, int64_t first, int64_t last,
                      const Output& out) {
   alignas(64) float acc[DIRECT_ROWS * ROWS];
-  const ActTile tile = x.view(0, k->group, k->offset);
-  const int width = x.tile_rows(0);
-  const TileFn run = k->direct[width];
   for (int64_t panel = first; panel < last; ++panel) {
-    run(part.data + panel * part.panel_bytes, nullptr, x.groups(), tile, acc);
-    store(part, panel, acc, 0, width, out);
+    for (int64_t tile = 0; tile < x.tiles(); ++tile) {
+      const int width = x.tile_rows(tile);
+      const ActTile view = x.view(tile, k->group, k->offset);
+      k->direct[width](part.data + panel * part.panel_bytes, nullptr, x.groups(), view, acc);
+      store(part, panel, acc, tile * x.width(), width, out);
+    }
   }
 }
 
@@ -86,18 +87,27 @@ struct Block {
 
   void run(int64_t first, int64_t panels, int64_t tile0, int64_t tile1, float* acc) const {
     const int per = 32 / k.group;
-    const bool pairs = !real && kernels.pair[1] != nullptr && x.width() <= WIDE_ROWS;
+    const bool pairs = !real && kernels.pair[WIDE_ROWS] != nullptr && x.width() == WIDE_ROWS;
     for (int64_t g = 0; g < x.groups(); g += PIECE) {
       const int64_t count = x.groups() - g < PIECE ? x.groups() - g : PIECE;
       for (int64_t i = 0; i < panels; ++i) decode(first + i, i, g, count);
       for (int64_t i = 0; i < panels;) {
         const bool pair = pairs && i + 1 < panels;
-        const Sets sets{codes + i * PIECE * 512, scales + i * PIECE * scale_bytes, PIECE * 512, PIECE * scale_bytes};
+        const auto sets = [&](int64_t j) -> Sets {
+          return {codes + j * PIECE * 512, scales + j * PIECE * scale_bytes, PIECE * 512, PIECE * scale_bytes};
+        };
         for (int64_t tile = tile0; tile < tile1; ++tile) {
           const int width = x.tile_rows(tile);
-          const DecodedFn run = pair ? kernels.pair[width] : real ? kernels.real[width] : kernels.integer[width];
           float* own = acc + ((tile - tile0) * PANELS + i) * (SLOT / 2);
-          run(sets, count, x.view(tile, k.group, k.offset).from(g, width, per), k.offset, g == 0, own);
+          const ActTile view = x.view(tile, k.group, k.offset).from(g, width, per);
+          if (real) {
+            kernels.real(sets(i), count, view, width, k.offset, g == 0, own);
+          } else if (pair && kernels.pair[width] != nullptr) {
+            kernels.pair[width](sets(i), count, view, g == 0, own);
+          } else {
+            kernels.integer[width](sets(i), count, view, g == 0, own);
+            if (pair) kernels.integer[width](sets(i + 1), count, view, g == 0, own + width * ROWS);
+          }
           if (g + count < x.groups()) continue;
           store(part, first + i, own, tile * x.width(), width, out);
           if (pair) store(part, first + i + 1, own + width * ROWS, tile * x.width(), width, out);
@@ -133,7 +143,7 @@ void multiply_panels(const Part& part, const Activations& x, int64_t first, int6
   const FormatKernels* k = packed_kernels(part.format);
   if (k == nullptr) {
     multiply_plain(part, x, first, last, out);
-  } else if (x.tiles() == 1 && !float_activations && k->bits != 0 && x.tile_rows(0) <= DIRECT_ROWS) {
+  } else if (x.rows() <= PACKED_ROWS && !float_activations && k->bits != 0) {
     multiply_direct(part, k, x, first, last, out);
   } else {
     multiply_decoded(part, k, x, first, last, float_activations, out);
@@ -142,7 +152,7 @@ void multiply_panels(const Part& part, const Activations& x, int64_t first, int6
 
 int64_t panels_per_task(const Part& part, int64_t total_panels, int64_t rows) {
   int64_t count = (64 << 10) / (part.panel_bytes > 0 ? part.panel_bytes : 1);
-  if (rows > DIRECT_ROWS) count = 8;
+  if (rows > PACKED_ROWS) count = 8;
   const int64_t share = total_panels / (4 * pool_threads());
   if (count > share) count = share;
   return count < 1 ? 1 : count;

@@ -19,7 +19,15 @@ void multiply_panels(const Part& part, const Activations& x, int64_t first, int6
 // How many panels one task should take, from the bytes (few rows) or the work (many rows) of a panel.
 int64_t panels_per_task(const Part& part, int64_t total_panels, int64_t rows);
 
+// Calls with at most this many rows multiply packed codes, decoded anew for each tile: measured, a panel decoded for
+// all tiles pays from there on.
+constexpr int64_t PACKED_ROWS = DIRECT_ROWS * 6;
+
 // Width of activation tiles for a call with `rows` rows.
-INLINE int tile_width(int64_t rows) { return (int)(rows <= DIRECT_ROWS ? (rows > 0 ? rows : 1) : WIDE_ROWS); }
+INLINE int tile_width(int64_t rows) {
+  if (rows > PACKED_ROWS) return WIDE_ROWS;
+  const int64_t tiles = (rows + DIRECT_ROWS - 1) / DIRECT_ROWS;
+  return tiles > 1 ? (int)((rows + tiles - 1) / tiles) : rows > 0 ? (int)rows : 1;
+}
 
 }  // namespace slim

@@ -257,8 +257,9 @@ using LayoutMXFP4 = Layout<4, ScaleE8M0, 12, TABLE_E2M1>;
 using LayoutNVFP4 = Layout<4, ScaleUE4M3, 12, TABLE_E2M1>;
 using LayoutE2M1_G16 = Layout<4, ScaleE4M3, 12, TABLE_E2M1>;
 using LayoutInt4 = Layout<4, ScaleInt4, 8>;
+// Of OFFSET only whether it is 128 counts here, and only where a product must know; its value comes at run time.
 template <int GROUP, bool MIN, bool FULL>
-using LayoutDecoded = Layout<8, ScaleDecoded<GROUP, MIN>, FULL ? 128 : 64, nullptr, true>;  // OFFSET is a run-time value here
+using LayoutDecoded = Layout<8, ScaleDecoded<GROUP, MIN>, FULL && FULL_IS_SIGNED ? 128 : 64, nullptr, true>;
 
 // Calls f(Layout{}) for the panel formats of packed codes; false for any other format.
 template <class Fn>

@@ -1,4 +1,6 @@
 // From the rows of a file to panels (see panel.h), once at load; and single rows of panels back to float32.
+#include <atomic>
+
 #include "multiply.h"
 #include "pool.h"
 
@@ -251,6 +253,25 @@ void slim_advise(void* p, int64_t bytes) {
   (void)p;
   (void)bytes;
 #endif
+}
+
+// Loads every byte of [p, p + bytes) once, whole pages of 4 KB, on all threads: what a product of one row is held against.
+// The result says nothing; it keeps the loads.
+uint32_t slim_read(const uint8_t* p, int64_t bytes) {
+  using namespace slim;
+  constexpr int64_t PAGE = 4096, TASK = 64 * PAGE;
+  const int64_t pages = bytes / PAGE * PAGE;
+  std::atomic<uint32_t> seen{0};
+  parallel((pages + TASK - 1) / TASK, [&](int64_t task) {
+    I x[4] = {i_zero(), i_zero(), i_zero(), i_zero()};
+    const int64_t end = (task + 1) * TASK < pages ? (task + 1) * TASK : pages;
+    for (int64_t at = task * TASK; at < end; at += 16 * L)
+      unroll<4>(EACH(i) { x[i] = i_xor(x[i], i_load(p + at + 4 * L * i)); });
+    uint32_t words[L];
+    i_store(words, i_xor(i_xor(x[0], x[1]), i_xor(x[2], x[3])));
+    for (int i = 0; i < L; ++i) seen.fetch_xor(words[i], std::memory_order_relaxed);
+  });
+  return seen.load();
 }
 
 // Rows ids[T] of a part in panel form -> y [T, K]; ids outside [0, N) are clamped.

@@ -30,6 +30,8 @@ INLINE void unroll(F&& f) {
   unroll_impl(f, std::make_integer_sequence<int, N>{});
 }
 #define UNROLLED(index) [&](auto index) __attribute__((always_inline))
+// For indices that are no template arguments: one function is compiled, not one per index.
+#define EACH(index) [&](int index) __attribute__((always_inline))
 
 INLINE float half_to_float(uint16_t h) {
 #if defined(SLIM_AVX512) || defined(SLIM_AVX2)

@@ -38,6 +38,27 @@ struct Sets {
   static INLINE int half(int p) { return L == ROWS ? 0 : p; }
 };
 
+// Scales of long units are decoded in one function that all tiles call: inlined into each, they took half the time that
+// the kernels take to compile.
+template <class S>
+__attribute__((noinline)) void load_long_unit(const uint8_t* p, int h, ScaleBuffer& b) {
+  S::load(p, h, b);
+}
+template <class S>
+INLINE void load_scales(const uint8_t* p, int h, ScaleBuffer& b) {
+  if constexpr (S::UNIT >= 256) load_long_unit<S>(p, h, b);
+  else S::load(p, h, b);
+}
+
+// One broadcast of four activations of each row serves P products.
+template <bool FULL, int T, int P>
+INLINE void dot_rows(I (*s)[T], const I* v, const int8_t* q) {
+  unroll<T>(EACH(t) {
+    const I x = i_bcast(q + 4 * t);
+    unroll<P>(EACH(p) { s[p][t] = dot4<FULL>(s[p][t], v[p], x); });
+  });
+}
+
 // Adds `groups` groups to acc, which the caller has set.
 template <class Y, int T, int P>
 INLINE void tile_int(const Sets& sets, int64_t groups, const ActTile& a, F (*acc)[T]) {
@@ -47,54 +68,51 @@ INLINE void tile_int(const Sets& sets, int64_t groups, const ActTile& a, F (*acc
   const int8_t* q = a.q;
   for (int64_t unit = 0; unit < groups / UG; ++unit) {
     ScaleBuffer b[P];
-    unroll<P>(UNROLLED(p) { S::load(sets.scale(p) + unit * Y::SCALE_STRIDE, Sets::half(p), b[p]); });
+    unroll<P>(EACH(p) { load_scales<S>(sets.scale(p) + unit * Y::SCALE_STRIDE, Sets::half(p), b[p]); });
     if constexpr (!Y::IN_CACHE)
-      unroll<(S::BYTES + 63) / 64>(UNROLLED(i) {
+      unroll<(S::BYTES + 63) / 64>(EACH(i) {
         __builtin_prefetch(sets.scales + unit * Y::SCALE_STRIDE + PREFETCH + 64 * i);
       });
     for (int ug = 0; ug < UG; ++ug) {
       const int64_t g = unit * UG + ug;
       typename Y::Code c[P];
-      unroll<P>(UNROLLED(p) { c[p].p = sets.code(p) + unit * Y::CODE_STRIDE + ug * Y::Code::GROUP_BYTES; });
+      unroll<P>(EACH(p) { c[p].p = sets.code(p) + unit * Y::CODE_STRIDE + ug * Y::Code::GROUP_BYTES; });
       if constexpr (!Y::IN_CACHE)
-        unroll<Y::Code::GROUP_BYTES / 64>(UNROLLED(i) { __builtin_prefetch(c[0].p + PREFETCH + 64 * i); });
+        unroll<Y::Code::GROUP_BYTES / 64>(EACH(i) { __builtin_prefetch(c[0].p + PREFETCH + 64 * i); });
       F sum[P][T];
       unroll<PER>(UNROLLED(part) {
         constexpr int VECS = 8 / PER;
         I s[P][T];
-        unroll<T>(UNROLLED(t) {
+        unroll<T>(EACH(t) {
           const I init = i_set(a.init[(g * PER + part) * T + t]);
-          unroll<P>(UNROLLED(p) { s[p][t] = init; });
+          unroll<P>(EACH(p) { s[p][t] = init; });
         });
         unroll<VECS>(UNROLLED(j) {
           I v[P];
-          unroll<P>(UNROLLED(p) {
+          unroll<P>(EACH(p) {
             v[p] = c[p].template vec<part * VECS + j>();
             if constexpr (Y::HAS_TABLE) v[p] = i_table16(table, v[p]);
           });
-          unroll<T>(UNROLLED(t) {
-            const I x = i_bcast(q + ((part * VECS + j) * T + t) * 4);
-            unroll<P>(UNROLLED(p) { s[p][t] = dot4<Y::FULL>(s[p][t], v[p], x); });
-          });
+          dot_rows<Y::FULL, T, P>(s, v, q + (part * VECS + j) * T * 4);
         });
-        unroll<P>(UNROLLED(p) {
+        unroll<P>(EACH(p) {
           const F scale = b[p].s[ug * PER + part];
-          unroll<T>(UNROLLED(t) {
+          unroll<T>(EACH(t) {
             if constexpr (part == 0) sum[p][t] = f_mul(f_from_i(s[p][t]), scale);
             else sum[p][t] = f_fma(f_from_i(s[p][t]), scale, sum[p][t]);
           });
         });
       });
       q += 32 * T;
-      unroll<T>(UNROLLED(t) {
+      unroll<T>(EACH(t) {
         const F dx = f_set(a.dx[g * T + t]);
-        unroll<P>(UNROLLED(p) { acc[p][t] = f_fma(sum[p][t], dx, acc[p][t]); });
+        unroll<P>(EACH(p) { acc[p][t] = f_fma(sum[p][t], dx, acc[p][t]); });
       });
       if constexpr (S::MIN) {
-        unroll<PER>(UNROLLED(part) {
-          unroll<T>(UNROLLED(t) {
+        unroll<PER>(EACH(part) {
+          unroll<T>(EACH(t) {
             const F dxs = f_set(a.dxs[(g * PER + part) * T + t]);
-            unroll<P>(UNROLLED(p) { acc[p][t] = f_fma(b[p].m[ug * PER + part], dxs, acc[p][t]); });
+            unroll<P>(EACH(p) { acc[p][t] = f_fma(b[p].m[ug * PER + part], dxs, acc[p][t]); });
           });
         });
       }
@@ -102,32 +120,40 @@ INLINE void tile_int(const Sets& sets, int64_t groups, const ActTile& a, F (*acc
   }
 }
 
-// Float activations over decoded codes (P8), added to acc; `offset` is subtracted exactly before the product.
+// T of the `rows` rows of a tile, from `x` on, times four codes each.
+template <int T>
+INLINE void multiply_four(I v, I offset, const float* x, int rows, F* sum) {
+  const I byte = i_set(255);
+  unroll<4>(UNROLLED(c) {
+    const F w = f_from_i(i_sub(i_and(i_shift<-8 * c>(v), byte), offset));
+    unroll<T>(EACH(t) { sum[t] = f_fma(w, f_set(x[c * rows + t]), sum[t]); });
+  });
+}
+
+// Float activations, T of a tile's `rows` rows from `first` on, over decoded codes (P8), added to acc; `offset` is
+// subtracted exactly before the product.
 template <class Y, int T>
-INLINE void tile_codes_float(const uint8_t* codes, const uint8_t* scales, int offset, int h,
-                             int64_t groups, const ActTile& a, F* acc) {
+INLINE void tile_codes_float(const uint8_t* codes, const uint8_t* scales, int offset, int h, int64_t groups,
+                             const ActTile& a, int rows, int first, F* acc) {
   using S = typename Y::Scale;
   constexpr int PER = 32 / S::GROUP;
-  const I off = i_set(offset), byte = i_set(255);
-  const float* x = a.x;
+  const I off = i_set(offset);
+  const float *x = a.x + first, *xs = a.xs + first;
   for (int64_t g = 0; g < groups; ++g) {
     ScaleBuffer b;
     S::load(scales + g * S::BYTES, h, b);
     const uint8_t* p8 = codes + g * 512 + 4 * L * h;
-    unroll<PER>(UNROLLED(p) {
+    unroll<PER>(EACH(p) {
       F sum[T];
-      unroll<T>(UNROLLED(t) { sum[t] = f_zero(); });
+      unroll<T>(EACH(t) { sum[t] = f_zero(); });
       for (int j = 0; j < 8 / PER; ++j) {
         I v = i_load(p8 + 64 * (p * 8 / PER + j));
-        unroll<4>(UNROLLED(c) {
-          F w = f_from_i(i_sub(i_and(i_shift<-8 * c>(v), byte), off));
-          unroll<T>(UNROLLED(t) { sum[t] = f_fma(w, f_set(x[c * T + t]), sum[t]); });
-        });
-        x += 4 * T;
+        multiply_four<T>(v, off, x, rows, sum);
+        x += 4 * rows;
       }
-      unroll<T>(UNROLLED(t) { acc[t] = f_fma(sum[t], b.s[p], acc[t]); });
+      unroll<T>(EACH(t) { acc[t] = f_fma(sum[t], b.s[p], acc[t]); });
       if constexpr (S::MIN) {
-        unroll<T>(UNROLLED(t) { acc[t] = f_fma(b.m[p], f_set(a.xs[(g * PER + p) * T + t]), acc[t]); });
+        unroll<T>(EACH(t) { acc[t] = f_fma(b.m[p], f_set(xs[(g * PER + p) * rows + t]), acc[t]); });
       }
     });
   }
@@ -160,23 +186,23 @@ struct LoadF8 {  // E4M3 (fn): 0x7f and 0xff are NaN
 // per 128 elements of K for all rows of the panel.
 template <class W, int T, bool PER_BLOCK>
 INLINE void tile_plain(const uint8_t* data, const float* block_scale, int h, int64_t groups, const ActTile& a, F* acc) {
-  unroll<T>(UNROLLED(t) { acc[t] = f_zero(); });
+  unroll<T>(EACH(t) { acc[t] = f_zero(); });
   const float* x = a.x;
   const uint8_t* p = data + W::BYTES * L * h;
   for (int64_t g = 0; g < groups; ++g) {
     F sum[T];
-    unroll<T>(UNROLLED(t) { sum[t] = f_zero(); });
+    unroll<T>(EACH(t) { sum[t] = f_zero(); });
     for (int k = 0; k < 32; ++k) {
       F w = W::load(p);
-      unroll<T>(UNROLLED(t) { sum[t] = f_fma(w, f_set(x[t]), sum[t]); });
+      unroll<T>(EACH(t) { sum[t] = f_fma(w, f_set(x[t]), sum[t]); });
       p += W::BYTES * ROWS;
       x += T;
     }
     if constexpr (PER_BLOCK) {
       const F scale = f_set(block_scale[g / 4]);
-      unroll<T>(UNROLLED(t) { acc[t] = f_fma(sum[t], scale, acc[t]); });
+      unroll<T>(EACH(t) { acc[t] = f_fma(sum[t], scale, acc[t]); });
     } else {
-      unroll<T>(UNROLLED(t) { acc[t] = f_add(acc[t], sum[t]); });
+      unroll<T>(EACH(t) { acc[t] = f_add(acc[t], sum[t]); });
     }
   }
 }
@@ -191,7 +217,7 @@ INLINE void decode_panel(const uint8_t* panel, int64_t groups, uint8_t* out_code
     for (int64_t unit = 0; unit < groups / UG; ++unit) {
       ScaleBuffer b;
       const uint8_t* at = panel + unit * Y::UNIT_BYTES;
-      S::load(at, h, b);
+      load_scales<S>(at, h, b);
       for (int i = 0; i < UG * PER; ++i) {
         float* f = out_scales + (unit * UG * PER + i) * WORDS * ROWS + L * h;
         f_store(f, b.s[i]);
