@@ -562,3 +562,18 @@ def test_a_real_file_from_the_users_package_index(settings: fetch.FetchSettings)
     except RunError as error:
         pytest.skip(f"not fetched: {error}")
     assert path.stat().st_size == wanted.num_bytes
+
+
+def test_a_cache_that_cannot_be_written_serves_what_it_holds(
+    settings: fetch.FetchSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings.models.mkdir(parents=True)
+    (settings.models / "file.bin").write_bytes(BODY)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    for name in ("write_text", "mkdir", "unlink", "touch"):
+        monkeypatch.setattr(Path, name, refuse)
+    assert fetch.locate(source(), settings) == settings.models / "file.bin"
+    assert ensure_function(source(), settings=settings) == settings.models / "file.bin"

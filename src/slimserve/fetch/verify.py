@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from slimserve.errors import RunError
@@ -53,7 +54,8 @@ def remember(models: Path, source: FileSource, path: Path) -> None:
         temporary.write_text(json.dumps({**_fingerprint(path), "sha256": source.sha256}), encoding="utf-8")
         temporary.replace(sidecar)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # on a file system that is read-only, even this is refused
+            temporary.unlink(missing_ok=True)
 
 
 def mismatch(source: FileSource, path: Path, on_bytes: Callable[[int], None] | None = None) -> str | None:
