@@ -107,7 +107,7 @@ class BootedProfile:
         process = self._process
         if process is None or process.poll() is not None:
             return
-        process.send_signal(signal.SIGINT)
+        process.terminate()  # not the signal of Ctrl-C: shells start background jobs deaf to that one
         try:
             process.wait(timeout=30)
         except subprocess.TimeoutExpired:
@@ -116,8 +116,8 @@ class BootedProfile:
 
 
 def _end_with_parent() -> None:
-    """Ask for the signal of Ctrl-C when the process that measures is gone, however it went."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT, 0, 0, 0)
+    """Ask to be stopped when the process that measures is gone, however it went."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def _tree(pid: int) -> list[int]:
