@@ -7,7 +7,7 @@ import contextlib
 import io
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
@@ -63,20 +63,32 @@ class Harness:
             target=lambda: asyncio.run(self._server.serve(sockets=[self._socket])), daemon=True
         )
         self._thread.start()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not self._server.started:
             assert time.monotonic() < deadline, "the server did not start"
             time.sleep(0.01)
+
+    @property
+    def connections(self) -> int:
+        """Open connections."""
+        return len(self._server.server_state.connections)
 
     def stats(self) -> Any:
         """The engine's counters, asked of its loop."""
         found: list[Any] = []
         answered = threading.Event()
         self.client.query_stats(lambda stats: (found.append(stats), answered.set()))
-        assert answered.wait(10), "the engine did not answer"
+        assert answered.wait(60), "the engine did not answer"
         return found[0]
 
-    def wait_idle(self, seconds: float = 5.0) -> None:
+    def wait_for(self, condition: Callable[[Any], bool], seconds: float = 60.0) -> None:
+        """Wait until the engine's counters fulfil a condition."""
+        deadline = time.monotonic() + seconds
+        while not condition(stats := self.stats()):
+            assert time.monotonic() < deadline, f"waited in vain: {stats}"
+            time.sleep(0.01)
+
+    def wait_idle(self, seconds: float = 60.0) -> None:
         """Wait until the engine holds nothing and the server has given every place back."""
         deadline = time.monotonic() + seconds
         while True:
@@ -89,7 +101,7 @@ class Harness:
     def close(self) -> None:
         """Stop everything."""
         self._server.should_exit = True
-        self._thread.join(20)
+        self._thread.join(60)
         self.client.shutdown(0.0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import socket
@@ -23,10 +24,11 @@ PARSERS = {"h11": "h11_impl:H11Protocol", "httptools": "httptools_impl:HttpTools
 
 @pytest.fixture(scope="module", params=sorted(PARSERS))
 def server(request: pytest.FixtureRequest) -> Iterator[Harness]:
-    pytest.importorskip(request.param)
     module, _, name = PARSERS[request.param].partition(":")
     base = getattr(importlib.import_module(f"uvicorn.protocols.http.{module}"), name)
-    running = Harness(http=bounded_protocol(Patience(head=0.6, silence=0.6, body=2.0), base), step_seconds=0.01)
+    running = Harness(
+        http=bounded_protocol(Patience(head=1.5, silence=1.5, body=5.0, unread=1.0), base), step_seconds=0.01
+    )
     yield running
     running.close()
 
@@ -34,13 +36,13 @@ def server(request: pytest.FixtureRequest) -> Iterator[Harness]:
 @pytest.fixture(autouse=True)
 def plain_request_succeeds_afterwards(server: Harness) -> Iterator[None]:
     yield
-    reply = httpx.post(server.url + "/v1/completions", content=BODY, timeout=10)
+    reply = httpx.post(server.url + "/v1/completions", content=BODY, timeout=60)
     assert reply.json()["choices"][0]["text"] == "fine"
     server.wait_idle()
 
 
 def connect(server: Harness, data: bytes = b"") -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
     connection.sendall(data)
     return connection
 
@@ -72,7 +74,7 @@ def rest(connection: socket.socket) -> bytes:
 def test_a_client_that_falls_silent_is_let_go(server: Harness, data: bytes) -> None:
     started = time.monotonic()
     assert b" 200 " not in rest(connect(server, data))
-    assert 0.4 < time.monotonic() - started < 5
+    assert 1.0 < time.monotonic() - started < 30
 
 
 def test_a_client_that_dribbles_is_let_go(server: Harness) -> None:
@@ -80,7 +82,7 @@ def test_a_client_that_dribbles_is_let_go(server: Harness) -> None:
         connection = connect(server, beginning)
         started = time.monotonic()
         with pytest.raises(OSError):
-            while time.monotonic() - started < 8:
+            while time.monotonic() - started < 40:
                 connection.sendall(b"x")
                 time.sleep(0.1)
         connection.close()
@@ -93,17 +95,16 @@ def test_slow_but_steady_bodies_and_long_replies_are_served(server: Harness) -> 
         time.sleep(0.2)
     assert b'"text":"fine"' in rest(connection)
     long = {"prompt": "endless", "max_tokens": 200}
-    assert httpx.post(server.url + "/v1/completions", json=long, timeout=20).status_code == 200
-    with httpx.Client(base_url=server.url, timeout=10) as client:  # idle between two requests, for longer than a head
+    assert httpx.post(server.url + "/v1/completions", json=long, timeout=60).status_code == 200
+    with httpx.Client(base_url=server.url, timeout=60) as client:  # idle between two requests, for longer than a head
         assert client.get("/health").status_code == 200
-        time.sleep(1.2)
+        time.sleep(2.2)
         assert client.get("/health").status_code == 200
 
 
 NONSENSE: dict[str, Any] = {
     "bytes": b"\x00\x01\x02\xff\r\n\r\n",
     "tls": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-    "http 0.9": b"GET /health\r\n\r\n",
     "negative length": HEAD + b"Content-Length: -5\r\n\r\n",
     "two lengths": HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nabcde",
     "bad chunk": HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\nabc\r\n0\r\n\r\n",
@@ -129,4 +130,56 @@ def test_a_hundred_clients_that_leave_at_any_moment(server: Harness) -> None:
         if number % 2:  # reset instead of an orderly end
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.close()
-    server.wait_idle(20)
+    server.wait_idle()
+
+
+@pytest.mark.parametrize("beginning", [b"GET /health HTTP/1.1\r\nX: ", b"GET /", b"GET /health HTTP/1.1\r\n"])
+def test_a_head_without_end_is_refused(server: Harness, beginning: bytes) -> None:
+    connection = connect(server, beginning)
+    piece = b"a: b\r\n" * 1024 if beginning.endswith(b"\n") else b"a" * 8192
+    with contextlib.suppress(OSError):
+        for _ in range(1000):
+            connection.sendall(piece)
+        raise AssertionError("eight megabytes of head were taken")
+    with contextlib.suppress(OSError):
+        found = connection.recv(65536)
+        assert found == b"" or (found.startswith(b"HTTP/1.1 4") and b'"error"' in found)
+    connection.close()
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_a_client_that_leaves_with_a_second_request_waiting(server: Harness, stream: bool) -> None:
+    body = json.dumps({"prompt": "endless", "max_tokens": 4000, "stream": stream}).encode()
+    request = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    connection = connect(server, request)
+    server.wait_for(lambda stats: stats.num_running == 1)
+    connection.sendall(request * 3)
+    server.wait_for(lambda stats: stats.num_running == 1)
+    connection.close()
+    server.wait_idle(25)  # the reply alone would take 40 seconds
+
+
+def test_a_large_body_that_is_refused_early_gets_its_answer(server: Harness) -> None:
+    body = b'{"prompt": "' + b"x" * 40_000_000 + b'"}'
+    reply = httpx.post(server.url + "/v1/completions", content=body, timeout=60)
+    assert reply.status_code == 413 and reply.json()["error"]["code"] == "body_too_large"
+    connection = connect(server, HEAD + b"Content-Length: %d\r\n\r\n" % len(body))
+    with contextlib.suppress(OSError):
+        connection.sendall(body)
+    assert connection.recv(65536).startswith(b"HTTP/1.1 413")
+    connection.close()
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_a_client_that_never_reads_is_let_go(server: Harness, stream: bool) -> None:
+    # More than the system holds for a connection, so that the rest waits in the server.
+    body = json.dumps({"prompt": ["say:" + "x" * 4000 + "|"] * 256, "n": 1, "echo": True, "stream": stream}).encode()
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", server.port))
+    with contextlib.suppress(OSError):  # let go while it still sends
+        for _ in range(8):
+            connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    server.wait_for(lambda _: not server.connections)
+    server.wait_idle()
+    connection.close()

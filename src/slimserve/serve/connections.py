@@ -4,28 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import select
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
+import msgspec
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from slimserve.serve.errors import error_object
+
 _MOST_FILES = 65536
+_MOST_HEAD_BYTES = 64 * 2**10
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Seconds that a client may take: for a request's head, between two pieces of its body, for all of its body."""
+    """Seconds that a client may take: for a request's head, between two pieces of its body, for all of its body, and
+    without reading anything of a reply that waits to be sent."""
 
     head: float = 30.0
     silence: float = 60.0
     body: float = 600.0
+    unread: float = 120.0
 
 
 def bounded_protocol(patience: Patience | None = None, base: Any = AutoHTTPProtocol) -> type[asyncio.Protocol]:
     """uvicorn's protocol `base` with bounds on how long a client may take to say what it wants.
 
     Uvicorn itself closes only connections that are idle between two requests. Without these bounds, silent ones use up
-    the process's file descriptors one by one.
+    the process's file descriptors one by one, a head without an end takes all memory (only one of uvicorn's parsers
+    bounds it), and clients that stop reading keep their places for ever.
     """
     limits = patience or Patience()
 
@@ -36,23 +45,63 @@ def bounded_protocol(patience: Patience | None = None, base: Any = AutoHTTPProto
             self._head_since: float | None = self.loop.time()
             self._body_since: float | None = None
             self._heard = self._head_since
+            # The other parser bounds heads itself and never reads ahead of a reply.
+            self._in_head = hasattr(base, "on_headers_complete")
+            self._head_bytes = self._num_messages = 0
+            self._cycles: list[Any] = []
+            self._unsent = 0
+            self._unsent_since = self._head_since
             self._look()
 
         def data_received(self, data: bytes) -> None:
             now = self._heard = self.loop.time()
             if self._awaits_head and self._head_since is None:
                 self._head_since = now
+            before = self._num_messages
             super().data_received(data)
             if not self._awaits_head:
                 self._head_since = None
+            if self._in_head and before == self._num_messages and not self.transport.is_closing():
+                self._head_bytes += len(data)
+                if self._head_bytes > _MOST_HEAD_BYTES:
+                    self._refuse(431, f"the request's head is longer than {_MOST_HEAD_BYTES} bytes", "head_too_large")
             self._body_since = (self._body_since or now) if self._awaits_body else None
+
+        def on_headers_complete(self) -> None:
+            super().on_headers_complete()
+            self._in_head, self._head_bytes = False, 0
+            self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
+            if self.cycle is not None:
+                self._cycles.append(self.cycle)
+
+        def on_message_complete(self) -> None:
+            super().on_message_complete()
+            self._in_head = True
+            self._num_messages += 1
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._timer.cancel()
             super().connection_lost(exc)
+            # uvicorn tells the request that it read last; the one that runs may be an earlier one.
+            for cycle in self._cycles:
+                if not cycle.response_complete:
+                    cycle.disconnected = True
+                    cycle.message_event.set()
 
         def _unsupported_upgrade_warning(self) -> None:
             """There is nothing to upgrade to, and nothing for the operator to install."""
+
+        def send_400_response(self, msg: str) -> None:
+            """uvicorn's parsers call this for what is not HTTP."""
+            self._refuse(400, "this is no HTTP request that can be read", "invalid_http")
+
+        def _refuse(self, status: int, message: str, code: str) -> None:
+            """Answer in the API's words and close; the parser is not asked for anything any more."""
+            body = msgspec.json.encode(error_object(message, status=status, code=code))
+            head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+            head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            self.transport.write(head.encode() + body)
+            self.transport.close()
 
         @property
         def _awaits_head(self) -> bool:
@@ -71,12 +120,34 @@ def bounded_protocol(patience: Patience | None = None, base: Any = AutoHTTPProto
             since = self._heard if self._body_since is None else self._body_since
             return now - self._heard >= limits.silence or now - since >= limits.body
 
+        def _is_unread(self, now: float) -> bool:
+            """Whether a reply waits for a client that reads nothing of it."""
+            # Only while nothing is added does the size tell what the client took.
+            waits = self.flow.write_paused or self.transport.is_closing()
+            unsent = self.transport.get_write_buffer_size() if waits else 0
+            if not unsent or unsent != self._unsent:
+                self._unsent, self._unsent_since = unsent, now
+            return unsent > 0 and now - self._unsent_since >= limits.unread
+
         def _look(self) -> None:
-            if self._is_late(self.loop.time()):
+            now = self.loop.time()
+            if self._is_unread(now) or (self.flow.read_paused and _has_left(self.transport)):
+                self.transport.abort()
+            elif self._is_late(now):
                 self.transport.close()
-            self._timer = self.loop.call_later(min(limits.head, limits.silence) / 4, self._look)
+            self._timer = self.loop.call_later(min(limits.head, limits.silence, limits.unread) / 4, self._look)
 
     return BoundedProtocol
+
+
+def _has_left(transport: Any) -> bool:
+    """Whether the client closed its end, though nobody reads what it sent before (a second request, say)."""
+    connection = transport.get_extra_info("socket")
+    if connection is None or connection.fileno() < 0 or not hasattr(select, "POLLRDHUP"):
+        return False
+    asked = select.poll()
+    asked.register(connection.fileno(), select.POLLRDHUP)
+    return bool(asked.poll(0))
 
 
 def allow_many_connections() -> None:
