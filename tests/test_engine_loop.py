@@ -78,6 +78,30 @@ def test_prompt_log_probabilities_cover_the_prompt_once() -> None:
         assert outputs[name][-1].num_cached_tokens == 0, "scored prompts are computed whole"
 
 
+def test_a_step_scores_few_prompt_tokens_whoever_asks() -> None:
+    engine, _ = make_engine()
+    params = SamplingParams(temperature=0.0, prompt_logprobs=True, logprobs=1)
+    prompts = {f"r{n}": [(n * 13 + i) % VOCAB for i in range(n)] for n in (300, 130, 1, 65, 40, 128)}
+    for name, prompt in prompts.items():
+        engine.submit(Request(name, prompt, params, 4))
+    engine.submit(Request("plain", list(range(100)), GREEDY, 20))
+    most, plan = 0, engine.scheduler.plan
+
+    def watched() -> StepPlan:
+        nonlocal most
+        made = plan()
+        most = max(most, sum(row.num_scored for row in made.rows))
+        return made
+
+    engine.scheduler.plan = watched  # type: ignore[method-assign]
+    outputs = run(engine)
+    assert 0 < most <= 64
+    for name, prompt in prompts.items():
+        assert sum(len(part.prompt_logprobs) for part in outputs[name]) == len(prompt) - 1
+        assert text(outputs[name]) == continuation(prompt, 4)
+    assert text(outputs["plain"]) == continuation(list(range(100)), 20)
+
+
 @pytest.mark.parametrize("poison", ["nan", "raise"])
 def test_a_bad_row_ends_alone_and_is_not_remembered(poison: str) -> None:
     """A row that is not finite ends alone; a step that raises ends the requests of that step. Both leave no trace."""

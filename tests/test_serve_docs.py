@@ -22,6 +22,9 @@ def test_every_bound_is_documented() -> None:
     numbers = (
         limits.MAX_JSON_DEPTH,
         limits.MAX_JSON_CONTAINERS,
+        limits.MAX_JSON_STRINGS,
+        limits.MAX_KEYS,
+        limits.MAX_SCORED,
         limits.MAX_PARTS,
         limits.MAX_TOKENIZE_CHARACTERS,
         limits.MAX_DETOKENIZE,
@@ -43,6 +46,7 @@ def test_every_bound_is_documented() -> None:
         int(limits.MAX_BIAS),
         int(limits.MAX_REPETITION_PENALTY),
         limits.ServerLimits().max_body_bytes >> 20,
+        limits.ServerLimits().max_bodies_bytes >> 20,
     )
     words = TEXT.replace(",", " ").replace(";", " ").replace(".", " ").split()
     assert [number for number in numbers if str(number) not in words] == []

@@ -28,8 +28,9 @@ _LEAST_PREFILL = 16
 _MOST_LOOKED_AT = 64
 """Waiting requests that one step looks at."""
 
-_SCORED_CHUNK = 64
-"""Most tokens of a row whose prompt log probabilities are wanted: each needs a row of logits."""
+_SCORED_STEP = 64
+"""Most tokens of a step whose prompt log probabilities are wanted, of all requests together: each needs a row of
+logits, which is as wide as the vocabulary."""
 
 
 class Scheduler:
@@ -58,6 +59,7 @@ class Scheduler:
         self._waiting: list[Job] = []
         self._running: list[Job] = []
         self._serial = 0
+        self._scored_left = 0
         self._ended: list[RequestOutput] = []
 
     # Requests come and go.
@@ -167,6 +169,7 @@ class Scheduler:
         if rows:
             budget = min(budget, self._config.mixed_prefill_budget)
         budget = max(budget, min(_LEAST_PREFILL, self._config.token_budget))
+        self._scored_left = _SCORED_STEP
         self._plan_prefill(rows, budget)
         if not rows and self._waiting and not self._running:
             self._end(self._waiting[0], FinishReason.ERROR, "the cache cannot hold this request, though it should")
@@ -195,7 +198,7 @@ class Scheduler:
             if not length:
                 return
             budget -= length
-        if begun and budget >= BLOCK_TOKENS and begun[0].serial in rows:
+        if begun and budget >= BLOCK_TOKENS and begun[0].serial in rows and not self._is_scored(begun[0].request):
             self._widen(begun[0], rows, budget)
 
     def _widen(self, job: Job, rows: dict[int, Row], budget: int) -> None:
@@ -209,7 +212,9 @@ class Scheduler:
         """Plan up to `share` tokens of a job's prompt (and of the output it had before preemption); how many."""
         request, start = job.request, job.request.num_computed
         scored = self._is_scored(request)
-        length = min(job.num_pending, share, _SCORED_CHUNK if scored else share)
+        length = min(job.num_pending, share, self._scored_left if scored else share)
+        if length <= 0:
+            return 0
         if length < job.num_pending and (start + length) % BLOCK_TOKENS < length:
             length -= (start + length) % BLOCK_TOKENS  # whole blocks where the prompt goes on
         if not self._reserve(job, start + length, rows):
@@ -221,6 +226,7 @@ class Scheduler:
         if scored:
             last_scored = min(start + length, len(request.prompt_token_ids) - 1)
             num_scored = max(0, last_scored - max(start, request.num_prompt_scored))
+            self._scored_left -= length
         rows[job.serial] = Row(request, job.sequence, start, token_ids, (), num_scored + ends, num_scored)
         return length
 
@@ -258,7 +264,7 @@ class Scheduler:
             if job.request.priority != self._waiting[0].request.priority or passed > self._config.skip_ahead:
                 break
             full = len(self._running) >= self._config.max_sequences
-            if not full and self._is_being_computed(job):
+            if not full and (self._is_being_computed(job) or (self._is_scored(job.request) and self._scored_left <= 0)):
                 continue
             if self._admit(job) or (place == 0 and self._make_way(job, rows)):
                 return job

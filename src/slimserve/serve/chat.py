@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -214,7 +215,7 @@ class _Choice:
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[msgspec.Raw] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finish: str | None = None
 
@@ -250,8 +251,8 @@ class ChatReply:
         entries = None
         if self._body.logprobs:
             entries = chat_entries(self._state.text, delta.token_ids, delta.logprobs, self._body.top_logprobs or 0)
-            choice.logprobs.extend(entries)
-        choice.token_ids.extend(delta.token_ids)
+            choice.logprobs.extend(() if self._body.stream else entries)
+        choice.token_ids.extend(() if self._body.stream else delta.token_ids)
         if delta.finish is not None:
             # A call that was cut off by the length limit is a length end in both modes.
             choice.finish = "tool_calls" if choice.calls and delta.finish == "stop" else delta.finish

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,14 +121,16 @@ class CompletionReply:
             text = choice.prompt.text + text
             if choice.logprobs is not None:
                 part = choice.logprobs.part(*self._prompt_entries(choice))
+                choice.prompt_logprobs = []
         if choice.logprobs is not None and token_ids:
             own = choice.logprobs.part(token_ids, delta.logprobs)
             part = own if part is None else join_parts([part, own])
-        choice.text.append(text)
-        choice.token_ids.extend(token_ids)
         choice.finish = delta.finish
-        if part is not None:
-            choice.parts.append(part)
+        if not self._body.stream:
+            choice.text.append(text)
+            choice.token_ids.extend(token_ids)
+            if part is not None:
+                choice.parts.append(part)
         if not (text or part or delta.finish or (token_ids and self._body.return_token_ids)):
             return None
         return self._envelope([self._choice_object(index, text, token_ids, part, delta.finish)])
@@ -211,6 +214,7 @@ async def completions(state: ServerState, request: Request, row: RequestRow, hel
             state.router.info,
             with_text=bool(body.echo),
         )
+        check_scored(body, prompts, n)
         generation = _prepare(state, row, place, body, prompts, n)
         inputs.clear()
         held.release()
@@ -220,6 +224,21 @@ async def completions(state: ServerState, request: Request, row: RequestRow, hel
         raise
     reply = CompletionReply(state, body, prompts, n)
     return await respond(state, request, row, body, generation, reply)
+
+
+def check_scored(body: CompletionBody, prompts: Sequence[Prompt], n: int) -> None:
+    """Refuse prompts whose own log probabilities, which wait for the reply's first token, would fill memory."""
+    if not body.echo or body.logprobs is None:
+        return
+    num_tokens = n * sum(len(prompt.token_ids) for prompt in prompts)
+    wanted = num_tokens * (1 + body.logprobs)
+    if wanted > limits.MAX_SCORED:
+        raise RequestError(
+            f"`echo` with `logprobs` {body.logprobs} asks for {wanted} log probabilities of {num_tokens} "
+            f"prompt tokens; at most {limits.MAX_SCORED} are given at once",
+            param="logprobs",
+            code="too_many",
+        )
 
 
 def _prepare(

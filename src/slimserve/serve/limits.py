@@ -41,6 +41,9 @@ MAX_BIAS = 100.0
 
 MAX_TOP_LOGPROBS = 20
 
+MAX_SCORED = 2**20
+"""Log probabilities of prompt tokens that one request may ask for: tokens of all prompts x n x (1 + logprobs)."""
+
 MAX_TEMPERATURE = 2.0
 MAX_REPETITION_PENALTY = 10.0
 MAX_PENALTY = 2.0
