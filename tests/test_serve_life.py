@@ -43,7 +43,7 @@ class Server:
         (child,) = psutil.Process(self.process.pid).children()
         return child
 
-    def end(self, timeout: float = 20) -> tuple[int, str, str]:
+    def end(self, timeout: float = 60) -> tuple[int, str, str]:
         out, err = self.process.communicate(timeout=timeout)
         return self.process.returncode, out, err
 
@@ -72,7 +72,7 @@ class Stream(threading.Thread):
     def run(self) -> None:
         with (
             contextlib.suppress(httpx.HTTPError),  # a cut is seen in the events
-            httpx.stream("POST", self._url + "/v1/completions", json=self._body, timeout=30) as reply,
+            httpx.stream("POST", self._url + "/v1/completions", json=self._body, timeout=60) as reply,
         ):
             for line in reply.iter_lines():
                 if line.startswith("data: "):
@@ -80,11 +80,11 @@ class Stream(threading.Thread):
                     self.started.set()
 
 
-def wait_until_down(url: str, seconds: float = 3.0) -> None:
+def wait_until_down(url: str, seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
-            if httpx.get(url + "/health", timeout=5).status_code != 200:
+            if httpx.get(url + "/health", timeout=30).status_code != 200:
                 return
         except httpx.HTTPError:
             return
@@ -97,15 +97,15 @@ def test_a_dead_engine_ends_streams_with_an_error_and_the_server_with_a_failure(
     with server(step_seconds=0.01) as running:
         engine = running.engine()
         stream = Stream(running.url, 4000)
-        assert stream.started.wait(10)
+        assert stream.started.wait(60)
         assert httpx.get(running.url + "/health").status_code == 200
         if how == "killed":
             engine.kill()
         else:
             with contextlib.suppress(httpx.HTTPError):
-                httpx.post(running.url + "/v1/completions", json={"prompt": "crash!"}, timeout=10)
+                httpx.post(running.url + "/v1/completions", json={"prompt": "crash!"}, timeout=60)
         wait_until_down(running.url)
-        stream.join(10)
+        stream.join(60)
         assert not stream.is_alive(), "the stream never closed"
         error = json.loads(stream.events[-1])["error"]
         assert error["code"] == "engine_down" and "died" in error["message"]
@@ -117,10 +117,10 @@ def test_a_dead_engine_ends_streams_with_an_error_and_the_server_with_a_failure(
 def test_a_stop_signal_lets_requests_finish() -> None:
     with server(grace=10.0, step_seconds=0.01) as running:
         stream = Stream(running.url, 100)
-        assert stream.started.wait(10)
+        assert stream.started.wait(60)
         running.process.send_signal(signal.SIGTERM)
         code, out, err = running.end()
-        stream.join(5)
+        stream.join(60)
         assert stream.events[-1] == "[DONE]"
         assert json.loads(stream.events[-2])["choices"][0]["finish_reason"] == "length"
         assert code == 0 and "left: ['MainThread']" in out, out + err
@@ -130,12 +130,12 @@ def test_after_the_grace_period_the_rest_ends_with_an_error() -> None:
     with server(grace=0.5, step_seconds=0.01) as running:
         engine = running.engine()
         stream = Stream(running.url, 4000)
-        assert stream.started.wait(10)
+        assert stream.started.wait(60)
         started = time.monotonic()
         running.process.send_signal(signal.SIGINT)
         code, out, err = running.end()
-        assert time.monotonic() - started < 6
-        stream.join(5)
+        assert time.monotonic() - started < 30  # the reply would take 40
+        stream.join(60)
         assert json.loads(stream.events[-1])["error"]["code"] == "shutting_down"
         assert code == 0, out + err
         assert not engine.is_running()
@@ -164,19 +164,19 @@ def test_a_second_stop_signal_ends_at_once_and_without_traces() -> None:
         whole = threading.Thread(target=_post_and_forget, args=(running.url,), daemon=True)
         whole.start()
         stream = Stream(running.url, 4000)
-        assert stream.started.wait(10)
+        assert stream.started.wait(60)
         running.process.send_signal(signal.SIGINT)
         time.sleep(0.3)
         started = time.monotonic()
         running.process.send_signal(signal.SIGINT)
         code, out, err = running.end()
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 20  # the reply would take 40, the grace 30
         assert code == 0 and "Traceback" not in err, out + err
 
 
 def _post_and_forget(url: str) -> None:
     with contextlib.suppress(httpx.HTTPError):
-        httpx.post(url + "/v1/completions", json={"prompt": "endless", "max_tokens": 4000}, timeout=30)
+        httpx.post(url + "/v1/completions", json={"prompt": "endless", "max_tokens": 4000}, timeout=60)
 
 
 def test_a_stop_signal_while_loading_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -190,13 +190,13 @@ def test_a_stop_signal_while_loading_leaves_nothing_behind(tmp_path: Path) -> No
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not (pid_file.exists() and pid_file.read_text()):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert len(list(folder.iterdir())) == 1
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=10)
+    process.communicate(timeout=60)
     assert not psutil.pid_exists(int(pid_file.read_text()))
     assert list(folder.iterdir()) == []
 
@@ -211,7 +211,7 @@ def test_a_taken_port_is_wrong_use_before_anything_is_loaded() -> None:
             [sys.executable, str(SCRIPT), str(port), "1", '{"load_seconds": 60}'],
             capture_output=True,
             text=True,
-            timeout=20,
+            timeout=60,
             env=environment,
         )
         assert ended.returncode == 2 and f":{port}" in ended.stdout and "--port" in ended.stdout
@@ -223,7 +223,7 @@ def test_loading_that_is_refused_ends_with_3() -> None:
         [sys.executable, str(SCRIPT), "0", "1", '{"fail_load": "refuse"}'],
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=60,
         env=environment,
     )
     assert ended.returncode == 3 and "does not fit" in ended.stdout

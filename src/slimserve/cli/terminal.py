@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -11,7 +12,19 @@ from slimserve.errors import printable
 
 
 def prepare_streams() -> None:
-    """UTF-8 on all three streams; what cannot be read or written becomes a replacement character."""
+    """UTF-8 on all three streams; what cannot be read or written becomes a replacement character.
+
+    A stream that was closed for us leads nowhere; otherwise the next file that is opened would take its number, and
+    whatever is printed would be written into it.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        with contextlib.suppress(OSError):
+            try:
+                os.fstat(number)
+            except OSError:
+                os.open(os.devnull, os.O_RDWR)
+            if getattr(sys, name) is None:
+                setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError, OSError):
             stream.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]

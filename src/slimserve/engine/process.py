@@ -266,11 +266,9 @@ class ProcessEngine(_ClientCore):
     ) -> None:
         """Spawn and wait for readiness; raises the child's own loading error, or RunError if it died."""
         super().__init__(listener)
-        self._folder = tempfile.mkdtemp(prefix="slimserve-")  # mode 0700
         self._context = zmq.Context()
         self._send_lock = threading.Lock()
-        self._commands = self._bind(zmq.PUSH, "commands")
-        self._events = self._bind(zmq.PULL, "events")
+        self._folder, self._commands, self._events = self._meeting_place()
         self._exit_pipe = os.pipe()
         self._waiter = threading.Thread(target=self._wait_exit, name="engine-exit", daemon=True)
         try:
@@ -311,11 +309,25 @@ class ProcessEngine(_ClientCore):
             self._waiter.join()
         self._close()
 
-    def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
+    def _meeting_place(self) -> tuple[str, zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """A folder of mode 0700 and the two sockets in it; RunError where none can be made."""
+        folder = None
+        try:
+            folder = tempfile.mkdtemp(prefix="slimserve-")
+            return folder, self._bind(zmq.PUSH, f"{folder}/commands"), self._bind(zmq.PULL, f"{folder}/events")
+        except (OSError, zmq.ZMQError) as error:
+            # Also paths that are too long for a socket: a hundred characters are.
+            self._context.destroy(linger=0)
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+            place = folder or "a folder for temporary files"
+            raise RunError(f"no socket for the engine can be made in {place}: {error}; set TMPDIR") from error
+
+    def _bind(self, kind: int, path: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         socket.set_hwm(0)
         socket.linger = 0
-        socket.bind(f"ipc://{self._folder}/{name}")
+        socket.bind(f"ipc://{path}")
         return socket
 
     def _spawn(self, spec: EngineSpec) -> subprocess.Popen[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from dataclasses import dataclass, field
@@ -80,19 +81,25 @@ class RequestLog:
 
     def write(self, row: RequestRow, outcome: str, status: int, total: float, reason: str | None) -> None:
         """Write one row, with the reason in full where the request failed."""
-        if self._quiet:
-            return
         stream = self._stream or sys.stderr
-        if not self._wrote_header:
-            self._wrote_header = True
-            print(_HEADER, file=stream)
-        share = 100 * row.num_cached_tokens / row.num_prompt_tokens if row.num_prompt_tokens else 0.0
-        first, rate = row.first_token_seconds, row.tokens_per_second
-        line = (
-            f"{time.strftime('%H:%M:%S')}  {row.endpoint:<12}  {status:>6}  {row.num_prompt_tokens:>6}  "
-            f"{share:>5.0f}%  {'-' if first is None else f'{first:.3f} s':>10}  {row.num_output_tokens:>6}  "
-            f"{'-' if rate is None else f'{rate:.1f}':>7}  {outcome:<12}  {total:.2f} s"
-        )
-        if reason:
-            line += f"  {printable(' '.join(reason.split())[:300])}"
-        print(line, file=stream, flush=True)
+        if self._quiet or stream is None:
+            return
+        # A full disk or a reader that left is no reason to fail the request; the metrics have its facts.
+        with contextlib.suppress(OSError, ValueError):
+            if not self._wrote_header:
+                print(_HEADER, file=stream)
+                self._wrote_header = True
+            print(_line(row, outcome, status, total, reason), file=stream, flush=True)
+
+
+def _line(row: RequestRow, outcome: str, status: int, total: float, reason: str | None) -> str:
+    share = 100 * row.num_cached_tokens / row.num_prompt_tokens if row.num_prompt_tokens else 0.0
+    first, rate = row.first_token_seconds, row.tokens_per_second
+    line = (
+        f"{time.strftime('%H:%M:%S')}  {row.endpoint:<12}  {status:>6}  {row.num_prompt_tokens:>6}  "
+        f"{share:>5.0f}%  {'-' if first is None else f'{first:.3f} s':>10}  {row.num_output_tokens:>6}  "
+        f"{'-' if rate is None else f'{rate:.1f}':>7}  {outcome:<12}  {total:.2f} s"
+    )
+    if reason:
+        line += f"  {printable(' '.join(reason.split())[:300])}"
+    return line
