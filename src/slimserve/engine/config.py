@@ -107,10 +107,9 @@ class Acceptance(Enum):
 class SpeculationConfig:
     """Drafting. It changes how fast a reply comes; with EXACT acceptance never what it says.
 
-    max_draft: most drafted tokens of a request in a step, 1 .. 15 (7: on CPUs rows of up to 8 tokens are multiplied
-    straight from packed codes, and a ninth costs as much as the five before it). schedule: rows (from, to, k) over the
-    number of decoding requests; k bounds the draft there, 0 = none. measured: turn drafting down or off while it does
-    not pay.
+    max_draft: most drafted tokens of a request in a step, 1 .. 15 (7: measured on CPUs, a ninth token in a row costs as
+    much as three before it, see the notebook). schedule: rows (from, to, k) over the number of decoding requests; k
+    bounds the draft there, 0 = none. measured: turn drafting down or off while it does not pay.
     model_path: the drafter's own files, for DFLASH2 and MODEL.
     """
 
