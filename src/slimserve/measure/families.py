@@ -81,17 +81,20 @@ _BY_MODULE = {
     "attention": "attention",
     "delta_rule": "recurrent state",
     "gates": "norms and gates",
+    "latent": "latent attention",
     "linear": PRODUCTS,
     "linear_attention": "recurrent state",
     "linear_kernel": PRODUCTS,
+    "linear_rows": PRODUCTS,
     "open_rows": "recurrent state",
     "rows": "norms and gates",
     "sampling": SAMPLING,
     "sparse": "latent attention",
 }
-"""Families of device kernels that FAMILIES does not name, by the module of slimserve.ops.triton that holds them."""
+"""Families of device kernels that FAMILIES does not name, by the module of slimserve.ops.triton that holds them; a
+kernel of another module counts as OTHER."""
 UNTIMED = (
-    *("set_threads", "threads", "isa", "set_grid", "panel_bytes", "relayout", "advise"),
+    *("set_threads", "threads", "isa", "set_grid", "panel_bytes", "relayout", "advise", "read"),
     "gumbel_candidates",
 )
 """Entry points of the C++ library that no step calls, and the one that the sampler calls: it is timed as a whole."""
