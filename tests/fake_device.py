@@ -192,7 +192,7 @@ def fake_cuda(allocator: Allocator) -> Iterator[None]:
     from triton.runtime import interpreter, jit
 
     from slimserve.engine import inputs
-    from slimserve.ops.triton import launch
+    from slimserve.ops.triton import experts, heads, launch, linear
     from slimserve.quant import synthetic
     from slimserve.quant.synthetic import RandomBits
     from slimserve.quant.tensor import PackedTensor
@@ -224,6 +224,9 @@ def fake_cuda(allocator: Allocator) -> Iterator[None]:
             (torch.cuda, "get_device_properties", lambda device=None: properties),
             (torch.cuda, "current_device", lambda: 0),
             (torch.cuda, "mem_get_info", lambda device=None: (141 << 30, 141 << 30)),
+            (linear, "warp_groups_agree", lambda device: True),
+            (experts, "warp_groups_agree", lambda device: True),
+            (heads, "warp_groups_agree", lambda device: True),
             (inputs, "_zeros", zeros),
             (inputs._Buffer, "__init__", buffer),
             (synthetic, "_unit_spread", lambda name: 1.0),

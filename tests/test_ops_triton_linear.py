@@ -20,13 +20,13 @@ if not any(mark.name == "skip" for mark in pytestmark):
 
 FORMATS = [
     "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
-    "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "TQ2_0", "MXFP4", "NVFP4",
-    "E2M1_G16", "F8_E4M3", "INT4",
+    "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4",
+    "NVFP4", "E2M1_G16", "F8_E4M3", "INT4",
 ]  # fmt: skip
 HALF_FIELDS = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
     "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ1_S": (0,), "IQ2_XXS": (0,), "IQ2_XS": (0,), "IQ2_S": (0,),
-    "IQ3_XXS": (0,), "IQ3_S": (0,), "IQ4_NL": (0,), "IQ4_XS": (0,), "TQ2_0": (64,),
+    "IQ3_XXS": (0,), "IQ3_S": (0,), "IQ4_NL": (0,), "IQ4_XS": (0,), "TQ1_0": (52,), "TQ2_0": (64,),
 }  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 WIDTH = 5120 if ON_DEVICE else 256
-ROWS = 300 if ON_DEVICE else 66
+ROWS = 300 if ON_DEVICE else 21
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -116,7 +116,7 @@ ROW_FORMATS = FORMATS if ON_DEVICE else ["Q4_K", "Q8_0"]
 def test_a_row_does_not_depend_on_the_number_of_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(1)
     width = 4096 if ON_DEVICE else 1280
-    weight = random_weight(name, 200 if ON_DEVICE else 40, width)
+    weight = random_weight(name, 200 if ON_DEVICE else 20, width)
     served = kernels.TritonLinear(weight, torch.device(DEVICE), NumericsConfig())
     assert served.segments.count > 1
     x = torch.randn(max(COUNTS), width).bfloat16().to(DEVICE)
@@ -135,6 +135,20 @@ def test_a_row_does_not_depend_on_the_number_of_rows(name: str, monkeypatch: pyt
         assert same(out, results[len(COUNTS) - 1][: out.shape[0]])
 
 
+@pytest.mark.parametrize("name", ["Q4_K", "Q2_K", "NVFP4", "IQ2_XXS", "Q4_1", "F16"])
+def test_both_forms_of_the_kernel_agree(name: str) -> None:
+    torch.manual_seed(8)
+    weight = random_weight(name, 20, 768)
+    served = kernels.TritonLinear(weight, torch.device(DEVICE), NumericsConfig())
+    x = torch.randn(9, 768).bfloat16()
+    expected = x.double() @ weight.dequantize().double().T
+    early = (kernels.Tile(16, 16, stages=0),) if name == "Q4_K" else ()
+    for tile in (kernels.Tile(16, 16), *early, kernels.Tile(64, 16, 4, True)):
+        out = torch.full((9, 20), math.nan, device=DEVICE)
+        served.run(x.to(DEVICE), out, tile)
+        assert relative(out, expected) < 2e-5, tile
+
+
 @pytest.mark.skipif(not ON_DEVICE, reason="tile shapes only differ on a device")
 @pytest.mark.parametrize("name", ["Q4_K", "Q8_0", "NVFP4", "Q6_K", "Q2_K", "IQ2_XXS", "F8_E4M3", "BF16"])
 def test_every_tile_gives_the_same_bits(name: str) -> None:
@@ -144,7 +158,10 @@ def test_every_tile_gives_the_same_bits(name: str) -> None:
     x = torch.randn(40, 5120).bfloat16().to(DEVICE)
     expected = torch.empty(40, 700, device=DEVICE)
     served.run(x, expected, kernels.NARROW)
-    for tile in (tile for tile in (*kernels.TILES, *kernels.SWEEP) if kernels.serves(name, tile)):
+    assert served.wide == kernels.warp_groups_agree(torch.device(DEVICE))
+    for tile in (*kernels.TILES, *kernels.NARROW_TILES, *kernels.SWEEP):
+        if tile.wide and not served.wide:
+            continue
         out = torch.full((40, 700), math.nan, device=DEVICE)
         served.run(x, out, tile)
         assert torch.equal(out, expected), tile
@@ -162,11 +179,12 @@ def test_every_format_of_the_kernel_is_tested() -> None:
 
 @pytest.mark.parametrize("name", ["Q6_K", "Q4_1", "NVFP4", "F8_E4M3", "BF16", "IQ3_S"])
 def test_embedding_rows_are_the_decoded_rows(name: str) -> None:
+    torch.manual_seed(9)
     weight = random_weight(name, 37, 256)
     ids = torch.tensor([3, 0, 36, -5, 99], dtype=torch.int32)
     got = kernels.TritonLinear(weight, torch.device(DEVICE), NumericsConfig()).rows(ids.to(DEVICE), torch.float32)
     expected = weight.dequantize()[ids.clamp(0, 36).long()]
-    assert torch.allclose(got.cpu(), expected, rtol=1e-6, atol=1e-7)
+    assert torch.allclose(got.cpu(), expected, rtol=1e-6, atol=1e-6)
 
 
 def experts_oracle(
@@ -206,8 +224,9 @@ def test_small_groupings_equal_the_large_ones(
 
 @pytest.mark.parametrize(
     ("gate_name", "down_name", "split"),
-    [("Q4_K", "Q6_K", False), ("IQ2_XXS", "Q2_K", True)]
-    + ([("NVFP4", "NVFP4", False), ("F8_E4M3", "Q8_0", True), ("MXFP4", "MXFP4", False)] if ON_DEVICE else []),
+    [("Q8_0", "Q2_K", False), ("Q4_0", "Q6_K", True)]
+    + ([("NVFP4", "NVFP4", False), ("Q4_K", "Q6_K", False), ("IQ2_XXS", "Q2_K", True)] if ON_DEVICE else [])
+    + ([("F8_E4M3", "Q8_0", True), ("MXFP4", "MXFP4", False)] if ON_DEVICE else []),
 )
 def test_experts_match_float64_and_rows_stand_alone(gate_name: str, down_name: str, split: bool) -> None:
     from slimserve.ops.triton.experts import TritonExperts
@@ -220,7 +239,7 @@ def test_experts_match_float64_and_rows_stand_alone(gate_name: str, down_name: s
         parts = [PackedTensor(parts[0].format, (num_experts, 2 * inner, width), data, gate_name)]
     down = random_weight(down_name, outer, inner, num_experts)
     served = TritonExperts(tuple(parts), down, torch.device(DEVICE), NumericsConfig())
-    count = 40 if ON_DEVICE else 3
+    count = 40 if ON_DEVICE else 2
     x = (torch.randn(count, width) * 0.1).bfloat16()
     ids, weights = torch.randint(0, num_experts, (count, 2)), torch.rand(count, 2)
     arguments = [tensor.to(DEVICE) for tensor in (x, ids, weights)]

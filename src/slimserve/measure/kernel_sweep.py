@@ -30,32 +30,27 @@ from slimserve.measure.kernels import (
     time_graph,
 )
 from slimserve.ops.numerics import NumericsConfig
+from slimserve.ops.triton import launch as launching
 from slimserve.ops.triton import linear
 from slimserve.ops.triton.linear import Tile, TritonLinear
 from slimserve.ops.triton.relayout import TileWeight
 
 TILES: dict[int, tuple[Tile, ...]] = {
-    1: (
-        Tile(64, 8, False, 2),
-        Tile(64, 8, False, 2, 3),
-        Tile(64, 8, False, 2, 4),
-        Tile(32, 8, False, 1, 3),
-        Tile(128, 8, False, 2, 3),
-    ),
-    16: (Tile(64, 16, False, 2), Tile(64, 16, False, 2, 3), Tile(128, 16, True, 4)),
+    1: (Tile(16, 8), Tile(16, 8, stages=0), Tile(16, 8, stages=3)),
+    16: (Tile(16, 16), Tile(16, 16, stages=0), Tile(64, 16, 4, True, 2)),
     64: (
-        Tile(64, 64, False, 2),
-        Tile(64, 32, False, 2),
-        Tile(128, 32, True, 4),
-        Tile(128, 64, True, 4, 2, True),
-        Tile(128, 64, True, 8, 2, True),
-        Tile(256, 64, True, 8, 2, True),
+        Tile(256, 64, 16, True, 2),
+        Tile(128, 64, 8, True, 2),
+        Tile(128, 64, 8, True, 3),
+        Tile(64, 64, 4, True, 2),
+        Tile(128, 64, 4, True, 2),
+        Tile(16, 64),
     ),
 }
 """Tiles by the number of input rows that they are timed with."""
 
-PROGRAMS = (512, 1024, 2048)
-"""Numbers of programs that the cut of K aims at (`linear.SEGMENT_PROGRAMS`)."""
+PROGRAMS = (1650, 3300, 6600)
+"""Cuts of K: `linear.SEGMENT_PROGRAMS`."""
 
 REPLAYS = 7
 
@@ -77,22 +72,20 @@ class Timing:
     failure: str = ""
 
 
-def tiles_of(name: str, rows: int) -> list[Tile]:
-    """Tiles that serve a format (grids of pairs know no swapped form)."""
-    return [tile for tile in TILES[rows] if linear.serves(name, tile)]
-
-
 def compile_tiles(name: str, rows: int) -> None:
     """Compile what the sweep runs of one format and number of rows, on a small weight."""
     device = torch.device("cuda")
     served = TritonLinear(random_packed(name, (1024, 8192), device), device, NumericsConfig())
     served.segments = linear.Segments(8, -(-served.weight.steps // 8))
     x = torch.randn(rows, 8192, device=device).bfloat16()
-    for tile in tiles_of(name, rows):
+    for tile in TILES[rows]:
         try:
             served.run(x, torch.empty(rows, 1024, device=device), tile)
         except Exception as error:  # a tile that does not compile is reported where it is timed
             print(f"{name} {tile}: {str(error)[:200]}", file=sys.stderr)
+    launching.OVERLAP = False
+    served.run(x, torch.empty(rows, 1024, device=device), TILES[rows][0])
+    launching.OVERLAP = True
     if rows == min(TILES):
         # What the expected bits come from where so many narrow tiles need no segments in parallel.
         served.segments = linear.Segments(served.weight.steps, 1)
@@ -124,9 +117,11 @@ def copies_of(served: TritonLinear, count: int) -> list[TritonLinear]:
     for _ in range(count - 1):
         clone = object.__new__(TritonLinear)
         weight = served.weight
-        low, high, words = (None if t is None else t.clone() for t in (weight.low, weight.high, weight.words))
-        clone.weight = replace(weight, low=low, high=high, words=words)
+        planes = (weight.low, weight.high, weight.minima, weight.words)
+        low, high, minima, words = (None if t is None else t.clone() for t in planes)
+        clone.weight = replace(weight, low=low, high=high, minima=minima, words=words)
         clone.segments, clone.locks, clone.num_bytes = served.segments, torch.zeros_like(served.locks), served.num_bytes
+        clone.wide = served.wide
         copies.append(clone)
     return copies
 
@@ -155,14 +150,18 @@ def sweep_shape(what: str, name: str, bandwidth: float, deadline: float) -> Iter
         copies[0].run(inputs, expected, linear.NARROW)
         error = relative_error(expected, inputs, packed)
         for rows in TILES:
-            for tile in tiles_of(name, rows):
+            for tile, overlap in (*((tile, True) for tile in TILES[rows]), (TILES[rows][0], False)):
                 if time.monotonic() > deadline:
                     return
+                label = short(tile) + ("" if overlap else " alone")
                 try:
+                    launching.OVERLAP = overlap
                     timing = _timed(packed.num_bytes / bandwidth, copies, inputs[:rows], tile, expected[:rows])
-                    yield Timing(name, what, rows, short(tile), programs, *timing, error)
+                    yield Timing(name, what, rows, label, programs, *timing, error)
                 except Exception as failure:  # one broken variant must not cost the others their measurement
-                    yield Timing(name, what, rows, short(tile), programs, 0.0, 0.0, False, error, str(failure)[:200])
+                    yield Timing(name, what, rows, label, programs, 0.0, 0.0, False, error, str(failure)[:200])
+                finally:
+                    launching.OVERLAP = True
 
 
 def _timed(
@@ -175,9 +174,8 @@ def _timed(
 
 
 def short(tile: Tile) -> str:
-    """A tile in few characters: weight rows x input rows, s(wapped), t(win), warps, stages."""
-    kinds = ("s" if tile.swap else "") + ("t" if tile.twin else "")
-    return f"{tile.rows}x{tile.columns}{kinds} w{tile.warps} p{tile.stages}"
+    """A tile in few characters: weight rows x input rows, w(ide), warps, stages."""
+    return f"{tile.rows}x{tile.columns}{'w' if tile.wide else ''} w{tile.warps} p{tile.stages}"
 
 
 def show(found: Sequence[Timing]) -> None:

@@ -147,7 +147,7 @@ def measure_linear(
     found: list[Figure] = []
     for count in rows:
         x = torch.randn(count, shape[1], device=device).bfloat16()
-        for variant, runs in _variants(name, served, x, sweep).items():
+        for variant, runs in _variants(served, x, sweep).items():
             out = torch.full((count, shape[0]), torch.nan, dtype=torch.bfloat16, device=device)
             seconds, spread = time_graph([lambda run=run, out=out, x=x: run(x, out) for run in runs])  # type: ignore[misc]
             rate = packed.num_bytes / seconds
@@ -167,9 +167,7 @@ def measure_linear(
     return found
 
 
-def _variants(
-    name: str, served: Sequence[object], x: torch.Tensor, sweep: bool
-) -> dict[str, list[Callable[..., None]]]:
+def _variants(served: Sequence[object], x: torch.Tensor, sweep: bool) -> dict[str, list[Callable[..., None]]]:
     """The product as it is served and, with `sweep`, on every other tile shape."""
     variants: dict[str, list[Callable[..., None]]] = {"served": list(served)}  # type: ignore[arg-type]
     if sweep:
@@ -177,7 +175,7 @@ def _variants(
 
         for tile in linear.SWEEP:
             fits = x.shape[0] <= 8 * tile.columns <= 16 * max(4, x.shape[0])
-            if fits and linear.serves(name, tile):
+            if fits:
                 variants[str(tile)] = [
                     lambda x, out, weight=weight, tile=tile: weight.run(x, out, tile)  # type: ignore[attr-defined]
                     for weight in served
@@ -185,19 +183,21 @@ def _variants(
     return variants
 
 
-def measure_experts(gate: str, down: str, rows: Sequence[int], bandwidth: float) -> list[Figure]:
-    """Gate, up and down of GLM-5.3-Flash's routed experts, 8 of 288 drawn at random for every row."""
+def measure_experts(
+    gate: str, down: str, rows: Sequence[int], bandwidth: float, experts: int = EXPERTS
+) -> list[Figure]:
+    """Gate, up and down of GLM-5.3-Flash's routed experts, 8 of 288 (`experts`) drawn at random for every row."""
     device, (inner, width) = torch.device("cuda"), SHAPES["expert"]
     case = Case(Op.EXPERTS, device, architecture(device), f"{gate}+{down}", dtype=torch.bfloat16)
     choice = resolve(case, entries("cuda"))
-    packed = [random_packed(gate, (EXPERTS, inner, width), device) for _ in range(2)]
-    packed_down = random_packed(down, (EXPERTS, width, inner), device)
+    packed = [random_packed(gate, (experts, inner, width), device) for _ in range(2)]
+    packed_down = random_packed(down, (experts, width, inner), device)
     served = choice.entry.implementation(tuple(packed), packed_down, device, NumericsConfig(torch.bfloat16))
-    per_expert = (sum(part.num_bytes for part in packed) + packed_down.num_bytes) / EXPERTS
+    per_expert = (sum(part.num_bytes for part in packed) + packed_down.num_bytes) / experts
     found: list[Figure] = []
     for count in rows:
         x = (torch.randn(count, width, device=device) * 0.01).bfloat16()
-        draws = [torch.rand(count, EXPERTS, device=device).topk(SLOTS, dim=1).indices for _ in range(8)]
+        draws = [torch.rand(count, experts, device=device).topk(SLOTS, dim=1).indices for _ in range(8)]
         weights = torch.rand(count, SLOTS, device=device)
         outs: dict[int, torch.Tensor] = {}
 
@@ -211,7 +211,7 @@ def measure_experts(gate: str, down: str, rows: Sequence[int], bandwidth: float)
         error = _expert_error(outs[0], x, packed, packed_down, draws[0], weights)
         found.append(
             Figure(
-                f"experts 8 of {EXPERTS}, {touched:.0f} touched",
+                f"experts 8 of {experts}, {touched:.0f} touched",
                 f"{gate}+{down}",
                 count,
                 "served",

@@ -36,10 +36,10 @@ PROCESSORS = 132
 
 
 def product_scratch(format_name: str, shape: tuple[int, ...], rows: int, *, grouped: bool = False) -> int:
-    """Bytes of stored sums that a product of `rows` input rows with a weight [..., N, K] takes on a CUDA device.
+    """Bytes that a product of `rows` input rows with a weight [..., N, K] takes on a CUDA device beside its result.
 
-    Few tiles run their segments of K in parallel and store a float32 sum for each (see `ops.triton.linear.launch`).
-    `grouped`: experts, whose tiles are those of the rows sorted by expert.
+    Few tiles run their segments of K in parallel and store a float32 sum for each; the wide form reads input rows that
+    are laid out for it (see `ops.triton.linear`). `grouped`: experts, whose tiles are those of rows sorted by expert.
     """
     if len(shape) < 2 or rows < 1 or importlib.util.find_spec("triton") is None:
         return 0
@@ -50,11 +50,14 @@ def product_scratch(format_name: str, shape: tuple[int, ...], rows: int, *, grou
     if fmt is None or fmt.name not in TILE_FORMATS:
         return 0
     step = TILE_FORMATS[fmt.name].step
-    segments = linear.cut_segments(shape[-2], -(-shape[-1] // step), step).count
+    steps = -(-shape[-1] // step)
+    segments = linear.cut_segments(shape[-2], steps, step, prod(shape[:-2])).count
     tile = linear.TILES[2] if grouped else linear.choose_tile(rows)
     tiles = -(-rows // tile.columns) * -(-shape[-2] // tile.rows)
-    split = segments > 1 and tiles < linear.split_limit(PROCESSORS)
-    return tiles * segments * tile.rows * tile.columns * 4 if split else 0
+    split = segments > 1 and tiles < linear.split_limit(PROCESSORS, tile.warps)
+    sums = tiles * segments * tile.rows * tile.columns * 4 if split else 0
+    laid_out = rows * steps * (2 * step + (3 * 2 * 16 if TILE_FORMATS[fmt.name].minima else 0)) if tile.wide else 0
+    return sums + laid_out
 
 
 def scratch_rows(shape: tuple[int, ...]) -> int:
@@ -64,7 +67,7 @@ def scratch_rows(shape: tuple[int, ...]) -> int:
     from slimserve.ops.triton import linear
 
     wide = linear.TILES[-1]
-    return max(1, (linear.split_limit(PROCESSORS) - 1) // -(-shape[-2] // wide.rows) * wide.columns)
+    return max(1, (linear.split_limit(PROCESSORS, wide.warps) - 1) // -(-shape[-2] // wide.rows) * wide.columns)
 
 
 @lru_cache

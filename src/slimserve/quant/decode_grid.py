@@ -134,9 +134,14 @@ def _trits(bytes_: torch.Tensor, count: int) -> torch.Tensor:
     return ((fractions * 3) >> 8).reshape(bytes_.shape[0], -1)
 
 
-def _tq1_0(blocks: torch.Tensor) -> torch.Tensor:
+def ternary_codes(blocks: torch.Tensor) -> torch.Tensor:
+    """Base-3 digits of TQ1_0 blocks uint8 [B, 54] in element order: int16 [B, 256] of 0..2."""
     parts = (_trits(blocks[:, 0:32], 5), _trits(blocks[:, 32:48], 5), _trits(blocks[:, 48:52], 4))
-    return (torch.cat(parts, dim=1).to(torch.float32) - 1.0) * half_field(blocks, 52)
+    return torch.cat(parts, dim=1)
+
+
+def _tq1_0(blocks: torch.Tensor) -> torch.Tensor:
+    return (ternary_codes(blocks).to(torch.float32) - 1.0) * half_field(blocks, 52)
 
 
 def _tq2_0(blocks: torch.Tensor) -> torch.Tensor:

@@ -11,18 +11,20 @@ from dataclasses import replace
 import torch
 
 from slimserve.ops.numerics import NumericsConfig
-from slimserve.ops.triton.launch import NO_FUSION, cdiv, next_power
+from slimserve.ops.triton.launch import cdiv, next_power, overlap_options
 from slimserve.ops.triton.linear import (
     LOCKS,
     NARROW,
+    NARROW_TILES,
     TILES,
     Grouping,
     Tile,
     launch,
     prepare_rows,
     segments_of,
+    warp_groups_agree,
 )
-from slimserve.ops.triton.linear_kernel import combine_kernel, group_kernel
+from slimserve.ops.triton.linear_rows import combine_kernel, group_kernel
 from slimserve.ops.triton.relayout import relayout
 from slimserve.ops.triton.rows import gated
 from slimserve.quant.tensor import PackedTensor
@@ -31,11 +33,11 @@ GROUP_PAIRS = 256
 """Up to so many pairs, one small kernel sorts them; a dozen library calls would take longer than the experts."""
 
 
-def choose_expert_tile(num_rows: int, num_pairs: int, num_experts: int) -> Tile:
-    """The tile for `num_pairs` (row, slot) pairs of num_rows rows: wide ones only where experts are full enough."""
+def choose_expert_tile(num_rows: int, num_pairs: int, num_experts: int, wide: bool) -> Tile:
+    """The tile for `num_pairs` (row, slot) pairs of num_rows rows: more columns only where experts are full enough."""
     if num_rows <= NARROW.columns or num_pairs <= 8 * num_experts:
         return NARROW
-    return TILES[1] if num_pairs <= 24 * num_experts else TILES[2]
+    return (TILES if wide else NARROW_TILES)[1 if num_pairs <= 24 * num_experts else 2]
 
 
 def group_rows(expert_ids: torch.Tensor, num_experts: int, columns: int, divisor: int) -> Grouping:
@@ -49,9 +51,11 @@ def group_rows(expert_ids: torch.Tensor, num_experts: int, columns: int, divisor
         num_tiles = min(pairs, num_experts + pairs // columns)
         group, first, count = torch.empty((3, num_tiles), dtype=torch.int32, device=flat.device)
         order = torch.empty(pairs, dtype=torch.int32, device=flat.device)
+        overlap, options = overlap_options(flat.device)
         group_kernel[(1,)](
             flat, group, first, count, order, pairs, num_tiles, num_experts,
-            COLUMNS=columns, PAIRS=max(16, next_power(pairs)), num_warps=8 if pairs > 64 else 4,
+            COLUMNS=columns, PAIRS=max(16, next_power(pairs)), OVERLAP=overlap,
+            num_warps=8 if pairs > 64 else 4, **options,
         )  # fmt: skip
         return Grouping(group, first, count, order, divisor)
     order = torch.argsort(flat, stable=True)
@@ -83,6 +87,7 @@ class TritonExperts:
         self.gate_up = [relayout(part, device) for part in gate_up]
         self.down = relayout(down, device)
         self.segments = [segments_of(weight) for weight in (*self.gate_up, self.down)]
+        self.wide = warp_groups_agree(device)
         self.locks = torch.zeros(LOCKS, dtype=torch.int32, device=device)
         self.num_experts = down.shape[0]
         self.num_bytes = sum(weight.num_bytes for weight in (*self.gate_up, self.down)) + self.locks.numel() * 4
@@ -96,19 +101,20 @@ class TritonExperts:
         out = torch.empty((num_rows, self.down.rows), dtype=x.dtype, device=x.device)
         if pairs == 0:
             return out.zero_()
-        tile = choose_expert_tile(num_rows, pairs, self.num_experts)
+        tile = choose_expert_tile(num_rows, pairs, self.num_experts, self.wide)
         lists = group_rows(expert_ids, self.num_experts, tile.columns, slots)
         hidden = torch.empty((pairs, sum(w.rows for w in self.gate_up)), dtype=torch.float32, device=x.device)
         start = 0
         for weight, segments in zip(self.gate_up, self.segments, strict=False):
             part = hidden[:, start : start + weight.rows]
-            launch(weight, segments, self.locks, prepare_rows(x, weight), num_rows, part, tile, lists)
+            launch(weight, segments, self.locks, prepare_rows(x, weight, tile.wide), num_rows, part, tile, lists)
             start += weight.rows
         activated = gated(hidden, limit, gelu=False, dtype=x.dtype)
         results = torch.empty((pairs, self.down.rows), dtype=torch.float32, device=x.device)
-        rows = prepare_rows(activated, self.down)
+        rows = prepare_rows(activated, self.down, tile.wide)
         launch(self.down, self.segments[-1], self.locks, rows, pairs, results, tile, replace(lists, divisor=1))
+        overlap, options = overlap_options(x.device)
         combine_kernel[(num_rows, cdiv(self.down.rows, 1024))](
-            results, weights, out, self.down.rows, SLOTS=slots, BLOCK=1024, num_warps=4, **NO_FUSION
+            results, weights, out, self.down.rows, SLOTS=slots, BLOCK=1024, OVERLAP=overlap, num_warps=4, **options
         )
         return out

@@ -1,8 +1,10 @@
 """Which form of the kernel serves each storage format, and how its blocks are laid out for it.
 
-The bits are those of the file, sorted: codes of equal place go to planes [steps, tiles, N, bytes] whose tiles are read
-whole, scales and other small fields to int32 words [steps, words, N] that are contiguous over weight rows. Six-bit
-scales take a byte, seven-bit sign indices their eight signs, super-scales float32; nothing else grows.
+The bits are those of the file, sorted: codes go to planes of 16-bit words in the order in which a tensor core's left
+operand is held [steps, N / 16, fragments, 256] (`tiles.from_fragment`), so that a thread's sixteen bytes are its own;
+scales and other small fields to int32 words [steps, words, N] that are contiguous over weight rows. Six-bit scales take
+a byte, seven-bit sign indices their eight signs, super-scales float32, TQ1_0's base-3 digits two bits; nothing else
+grows.
 """
 
 from __future__ import annotations
@@ -15,22 +17,23 @@ import torch
 from slimserve.ops.triton import tiles
 from slimserve.quant.blocks import half_field, nibbles, short_field, word_field
 from slimserve.quant.decode import k_scale_mins, q3_k_scales
-from slimserve.quant.decode_grid import iq1_m_scale
+from slimserve.quant.decode_grid import iq1_m_scale, ternary_codes
 from slimserve.quant.grids import grid, parity_signs
 
-Unpacked = tuple[torch.Tensor | None, torch.Tensor | None]
-"""Codes uint8 [B, block] in element order, and words int32 [B, words of one block]; B whole blocks."""
+Unpacked = tuple[torch.Tensor | None, torch.Tensor | None] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Codes uint8 [B, block] in element order, words int32 [B, words of one block] and, where a format has them, minima
+[B, groups]; B whole blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class TileFormat:
     """How a format meets the kernel: constants of `linear_kernel`, and `unpack` for whole blocks.
 
-    step, dot: elements of one step of K and of one product. low_bits, high_bits: bits of a code in the two planes;
-    word_bits: bits of a plane's elements.
+    step, dot: elements of one step of K and of one product. low_bits, high_bits: bits of a code in the two planes.
     field_bits: width of what `unpack` calls words (packed into int32 words per step where narrower).
     words: int32 words per row and step, and bias: what the tile leaves to the offset (see `tiles`). offsets: groups
-    add a multiple of the sum of x; minima: the same as a product of a tile of integers, whose words hold four steps.
+    add a multiple of the sum of x; minima: so many groups of a step do it as a product of integers (of four or eight
+    bits, in a plane whose fragments hold four steps; `unpack` leaves them beside the codes).
     spread: where each bit of a low plane's word goes, if not where it is.
     grid: name of the table of an I format, and the factor that its entries are multiplied with.
     """
@@ -42,12 +45,11 @@ class TileFormat:
     unpack: Callable[[torch.Tensor], Unpacked] | None = None
     low_bits: int = 0
     high_bits: int = 0
-    word_bits: int = 8
     field_bits: int = 32
     bias: int = 0
     words: int = 1
     offsets: bool = False
-    minima: bool = False
+    minima: int = 0
     grid: str = ""
     grid_factor: int = 1
     grid_row: int = 8
@@ -114,7 +116,7 @@ def _two_bit(fields: torch.Tensor) -> torch.Tensor:
 def _q2_k(blocks: torch.Tensor) -> Unpacked:
     scales = blocks[:, 0:16]
     words = torch.cat((as_words(_raw_half(blocks, 80, 2), 16), as_words(scales & 15, 4)), dim=1)
-    return _two_bit(blocks[:, 16:80]) | ((scales >> 4) << 4).repeat_interleave(16, dim=1), words
+    return _two_bit(blocks[:, 16:80]), words, scales >> 4
 
 
 def _q3_k(blocks: torch.Tensor) -> Unpacked:
@@ -125,19 +127,19 @@ def _q3_k(blocks: torch.Tensor) -> Unpacked:
     return _two_bit(blocks[:, 32:96]) | (high << 2), words
 
 
-def _k_words(blocks: torch.Tensor) -> torch.Tensor:
+def _k_words(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scale, minimum = k_scale_mins(blocks[:, 4:16])
-    return torch.cat((as_words(_raw_half(blocks, 0, 2), 16), as_words(scale, 8), as_words(minimum, 8)), dim=1)
+    return torch.cat((as_words(_raw_half(blocks, 0, 2), 16), as_words(scale, 8)), dim=1), minimum
 
 
 def _q4_k(blocks: torch.Tensor) -> Unpacked:
-    return nibbles(blocks[:, 16:144].reshape(-1, 4, 32)).reshape(-1, 256), _k_words(blocks)
+    return nibbles(blocks[:, 16:144].reshape(-1, 4, 32)).reshape(-1, 256), *_k_words(blocks)
 
 
 def _q5_k(blocks: torch.Tensor) -> Unpacked:
     bits = torch.arange(8, dtype=torch.uint8, device=blocks.device)
     high = ((blocks[:, None, 16:48] >> bits[:, None]) & 1).reshape(-1, 256)
-    return nibbles(blocks[:, 48:176].reshape(-1, 4, 32)).reshape(-1, 256) | (high << 4), _k_words(blocks)
+    return nibbles(blocks[:, 48:176].reshape(-1, 4, 32)).reshape(-1, 256) | (high << 4), *_k_words(blocks)
 
 
 def _q6_k(blocks: torch.Tensor) -> Unpacked:
@@ -191,18 +193,11 @@ def _sign_bytes(words: torch.Tensor) -> torch.Tensor:
 
 
 def _pair_words(index: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
-    """Grid rows and sign bytes [B, 32] as codes [B, 256] whose 16-bit words `tiles_grid.pairs_tile` reads.
+    """Grid rows and sign bytes [B, 32] of a row as bytes [B, 8, 4, 2] (group, q, index or signs).
 
-    Word 8 i + 2 q + b: index of grid row 8 i + 4 b + q, then for pairs 3, 2, 1, 0 of weights the sign of weight b of
-    the pair, first for grid row 8 i + 4 + q, then for row 8 i + q.
+    Signs are bytes of eight, in the order of the weights. `relayout` interleaves two rows for `tiles_grid.pairs_tiles`.
     """
-    index = index.reshape(-1, 4, 2, 4).transpose(2, 3).to(torch.int32)  # [B, i, q, b]
-    bits = (signs.reshape(-1, 4, 2, 4)[..., None] >> torch.arange(8, dtype=torch.uint8, device=signs.device)) & 1
-    bits = bits.reshape(-1, 4, 2, 4, 4, 2).to(torch.int32)  # [B, i, odd, q, pair, b]
-    shifts = 15 - 4 * torch.arange(2)[:, None, None, None] - torch.arange(4)[:, None]
-    words = index + (bits << shifts.to(bits.device)).sum(dim=(2, 4)).to(torch.int32)  # [B, i, q, b]
-    fields = torch.arange(0, 16, 2, dtype=torch.int32, device=signs.device)[:, None]
-    return ((words.reshape(-1, 1, 32) >> fields) & 3).to(torch.uint8).reshape(-1, 256)
+    return torch.stack((index.reshape(-1, 8, 4), signs.reshape(-1, 8, 4)), dim=-1)
 
 
 def _grid_words(
@@ -268,30 +263,33 @@ def _iq1_m(blocks: torch.Tensor) -> Unpacked:
     return _grid_words(iq1_m_scale(blocks) / 8, odd, None, blocks[:, 0:32], high)
 
 
+def _tq1_0(blocks: torch.Tensor) -> Unpacked:
+    return ternary_codes(blocks), _float_word(half_field(blocks, 52))
+
+
 def _tq2_0(blocks: torch.Tensor) -> Unpacked:
     return _two_bit(blocks[:, 0:64]), _float_word(half_field(blocks, 64))
 
 
-_NIBBLE_128 = TileFormat(tiles.NIBBLE.value, tiles.SCALE_HALF.value, 128, 32, low_bits=4)
+NIBBLE_PAIRS = tuple(4 * (0, 2, 1, 3)[bit // 4] + bit % 4 for bit in range(16))
+"""Places of the bits of four nibbles where two look-ups decode the first two and the last two at once."""
+_NIBBLE_128 = TileFormat(tiles.FIELDS.value, tiles.SCALE_HALF.value, 128, 32, low_bits=4)
 _PAIRED = replace(_NIBBLE_128, scale=tiles.SCALE_HALF_PAIR.value, offsets=True)
-_FIVE_256 = replace(_NIBBLE_128, code=tiles.FIVE_BITS.value, step=256, high_bits=1)
-_LEVELS = replace(_NIBBLE_128, code=tiles.NIBBLE_LEVELS.value)
-_SUB_16 = TileFormat(tiles.TWO_BITS.value, tiles.SCALE_BYTE.value, 256, 16, low_bits=2, word_bits=16, words=5)
-_SCALED_16 = replace(_SUB_16, code=tiles.SCALED_TWO_BITS.value, scale=tiles.SCALE_K2.value, minima=True)
-_WORDS_256 = TileFormat(tiles.WORD_NIBBLE.value, tiles.SCALE_HALF.value, 256, 32, low_bits=4, word_bits=16)
-_Q8_0 = TileFormat(
-    tiles.SIGNED_BYTE.value, tiles.SCALE_HALF.value, 128, 32, _q8_0, 8, word_bits=16, words=2, field_bits=16
-)
+_FIVE_256 = replace(_NIBBLE_128, step=256, high_bits=1)
+_LEVELS = replace(_NIBBLE_128, code=tiles.NIBBLE_LEVELS.value, spread=NIBBLE_PAIRS)
+_SUB_16 = TileFormat(tiles.FIELDS.value, tiles.SCALE_BYTE.value, 256, 16, low_bits=2, words=5)
+_SCALED_16 = replace(_SUB_16, dot=64, code=tiles.SCALED_TWO_BITS.value, scale=tiles.SCALE_K2.value, minima=16)
+_Q8_0 = TileFormat(tiles.SIGNED_BYTE.value, tiles.SCALE_HALF.value, 128, 32, _q8_0, 8, words=2, field_bits=16)
 E2M1_BITS = (6, 7, 8, 15, 3, 4, 5, 12, 0, 1, 2, 9, 10, 11, 13, 14)
 """Places of the bits of four E2M1 codes in a word: one shift brings magnitude and sign of the first three codes to
 bits 6..8 and 15, where `tiles.word_e2m1` wants them."""
 _E2M1_16 = TileFormat(
-    tiles.WORD_E2M1.value, tiles.SCALE_E4M3.value, 128, 16, low_bits=4, word_bits=16, field_bits=8, words=2,
+    tiles.WORD_E2M1.value, tiles.SCALE_E4M3.value, 256, 64, low_bits=4, field_bits=8, words=4,
     spread=E2M1_BITS,
 )  # fmt: skip
 _GRID_32 = TileFormat(tiles.GRID.value, tiles.SCALE_ODD_NIBBLE.value, 256, 32)
 _GRID_16 = replace(_GRID_32, dot=16)
-_PLAIN = TileFormat(tiles.PLAIN.value, tiles.SCALE_NONE.value, 128, 64)
+_PLAIN = TileFormat(tiles.PLAIN.value, tiles.SCALE_NONE.value, 128, 32, words=0)
 
 TILE_FORMATS: dict[str, TileFormat] = {
     "Q4_0": replace(_NIBBLE_128, unpack=_q4_0, bias=8, words=2, field_bits=16),
@@ -300,23 +298,20 @@ TILE_FORMATS: dict[str, TileFormat] = {
     "Q5_1": replace(_FIVE_256, scale=tiles.SCALE_HALF_PAIR.value, offsets=True, unpack=_q5_1, words=8),
     "Q8_0": _Q8_0,
     "Q2_K": replace(_SCALED_16, unpack=_q2_k, words=3),
-    "Q3_K": replace(_SUB_16, code=tiles.THREE_BITS.value, unpack=_q3_k, high_bits=1, bias=4),
-    "Q4_K": replace(_WORDS_256, scale=tiles.SCALE_K.value, unpack=_q4_k, offsets=True, bias=-128, words=5),
-    "Q5_K": replace(_FIVE_256, scale=tiles.SCALE_K.value, offsets=True, unpack=_q5_k, words=5),
-    "Q6_K": replace(_SUB_16, code=tiles.SIX_BITS.value, unpack=_q6_k, low_bits=4, high_bits=2, bias=32),
+    "Q3_K": replace(_SUB_16, unpack=_q3_k, high_bits=1, bias=4),
+    "Q4_K": replace(_NIBBLE_128, step=256, scale=tiles.SCALE_K.value, unpack=_q4_k, minima=8, words=3),
+    "Q5_K": replace(_FIVE_256, scale=tiles.SCALE_K.value, unpack=_q5_k, minima=8, words=3),
+    "Q6_K": replace(_SUB_16, unpack=_q6_k, low_bits=4, high_bits=2, bias=32),
     "IQ4_NL": replace(_LEVELS, unpack=_iq4_nl, words=2, field_bits=16),
     "IQ4_XS": replace(_LEVELS, scale=tiles.SCALE_BYTE.value, step=256, unpack=_iq4_xs, words=3),
-    "MXFP4": replace(
-        _NIBBLE_128, code=tiles.NIBBLE_E2M1.value, scale=tiles.SCALE_POWER.value, unpack=_mxfp4, field_bits=8
-    ),
+    "MXFP4": replace(_LEVELS, code=tiles.NIBBLE_E2M1.value, scale=tiles.SCALE_POWER.value, unpack=_mxfp4, field_bits=8),
     "NVFP4": replace(_E2M1_16, unpack=_nvfp4),
     "E2M1_G16": _E2M1_16,
     "INT4": replace(_NIBBLE_128, scale=tiles.SCALE_FLOAT.value, bias=8),
-    "F8_E4M3": TileFormat(tiles.FLOAT8.value, tiles.SCALE_NONE.value, 128, 64, low_bits=8),
+    "F8_E4M3": TileFormat(tiles.FLOAT8.value, tiles.SCALE_NONE.value, 128, 64, low_bits=8, words=0),
+    "TQ1_0": replace(_SUB_16, scale=tiles.SCALE_FLOAT.value, unpack=_tq1_0, bias=1, words=1),
     "TQ2_0": replace(_SUB_16, scale=tiles.SCALE_FLOAT.value, unpack=_tq2_0, bias=1, words=1),
-    "IQ2_XXS": replace(
-        _GRID_32, code=tiles.GRID_PAIRS.value, unpack=_iq2_xxs, low_bits=2, word_bits=16, grid="IQ2_XXS", words=2
-    ),
+    "IQ2_XXS": replace(_GRID_32, code=tiles.GRID_PAIRS.value, unpack=_iq2_xxs, low_bits=2, grid="IQ2_XXS", words=2),
     "IQ2_XS": replace(_GRID_16, unpack=_iq2_xs, grid="IQ2_XS", words=3 + 8 + 8 + 1, grid_high=1),
     "IQ2_S": replace(_GRID_16, unpack=_iq2_s, grid="IQ2_S", words=3 + 8 + 8 + 2, grid_high=2),
     "IQ3_XXS": replace(_GRID_32, unpack=_iq3_xxs, grid="IQ3_XXS", words=2 + 8 + 16, grid_row=4),
@@ -325,7 +320,7 @@ TILE_FORMATS: dict[str, TileFormat] = {
     "IQ1_M": replace(_GRID_16, unpack=_iq1_m, grid="IQ1", grid_factor=8, words=3 + 8 + 4, grid_high=4, grid_delta=True),
     "BF16": _PLAIN,
     "F16": replace(_PLAIN, weight_parts=2),
-    "F32": replace(_PLAIN, dot=32, weight_parts=3),
+    "F32": replace(_PLAIN, weight_parts=3),
 }
 """Formats that the kernel serves."""
 
@@ -333,14 +328,15 @@ TILE_FORMATS: dict[str, TileFormat] = {
 def _pair_selectors(values: torch.Tensor) -> torch.Tensor:
     """Grid rows [256, 8] of {8, 25, 43} as int32 [256, 2]: per weight, where a permutation finds its two bytes.
 
-    The bytes of the three as bfloat16 are 00 41, C8 41 and 2C 42; the permutation sees 00, 00, 00, 00, C8, 2C, 41, 42.
+    The bytes of the three as bfloat16 are 00 41, C8 41 and 2C 42; the permutation sees 00, C8, 2C, 00, 41, 42, C1, C2,
+    the last two for the negated numbers.
     """
-    selectors = torch.where(values == 8, 0x60, torch.where(values == 25, 0x64, 0x75))
+    selectors = torch.where(values == 8, 0x40, torch.where(values == 25, 0x41, 0x52))
     return as_words(selectors, 8)
 
 
 def table_of(fmt: TileFormat, device: torch.device) -> torch.Tensor | None:
-    """The grid of an I format as bfloat16 [entries, row] on `device`, or what `tiles_grid.pairs_tile` looks up."""
+    """The grid of an I format as bfloat16 [entries, row] on `device`, or what `tiles_grid.pairs_tiles` looks up."""
     if not fmt.grid:
         return None
     if fmt.code == tiles.GRID_PAIRS.value:

@@ -6,7 +6,15 @@ import torch
 
 from slimserve.ops.numerics import NumericsConfig
 from slimserve.ops.triton.launch import cdiv
-from slimserve.ops.triton.linear import LOCKS, Grouping, choose_tile, launch, prepare_rows, segments_of
+from slimserve.ops.triton.linear import (
+    LOCKS,
+    Grouping,
+    choose_tile,
+    launch,
+    prepare_rows,
+    segments_of,
+    warp_groups_agree,
+)
 from slimserve.ops.triton.relayout import relayout
 from slimserve.quant.tensor import PackedTensor
 
@@ -45,6 +53,7 @@ class TritonHeads:
         del numerics  # the activations' own dtype decides
         self.weight = relayout(stack, device)
         self.segments = segments_of(self.weight)
+        self.wide = warp_groups_agree(device)
         self.locks = torch.zeros(LOCKS, dtype=torch.int32, device=device)
         self.num_bytes = self.weight.num_bytes + self.locks.numel() * 4
 
@@ -53,9 +62,9 @@ class TritonHeads:
         num_tokens, heads, width = x.shape
         out = torch.empty((num_tokens, heads, self.weight.rows), dtype=x.dtype, device=x.device)
         if num_tokens:
-            tile = choose_tile(num_tokens)
+            tile = choose_tile(num_tokens, self.wide)
             lists = head_lists(num_tokens, heads, tile.columns, x.device)
-            rows = prepare_rows(x.reshape(num_tokens * heads, width), self.weight)
+            rows = prepare_rows(x.reshape(num_tokens * heads, width), self.weight, tile.wide)
             flat = out.view(num_tokens * heads, self.weight.rows)
             launch(self.weight, self.segments, self.locks, rows, num_tokens * heads, flat, tile, lists)
         return out

@@ -33,3 +33,18 @@ def multiprocessors(device: torch.device) -> int:
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether kernels run under Triton's interpreter, which multiplies bfloat16 operands as raw bits and knows no
 inline assembly: kernels then widen operands first and take the plain form of their bit tricks."""
+
+
+OVERLAP = True
+"""Whether kernels that can may begin before the kernels ahead of them end; a measurement turns it off to compare."""
+
+
+@functools.cache
+def _overlaps(device: torch.device) -> bool:
+    return device.type == "cuda" and not INTERPRETED and torch.cuda.get_device_properties(device).major >= 9
+
+
+def overlap_options(device: torch.device) -> tuple[bool, dict[str, bool]]:
+    """Whether a kernel that waits for its inputs itself may be launched early, and its launch options."""
+    overlap = OVERLAP and _overlaps(device)
+    return overlap, {**NO_FUSION, "launch_pdl": True} if overlap else NO_FUSION

@@ -3,155 +3,164 @@
 A program owns BN weight rows and BM input rows and walks K in steps, in order. K is cut into segments whose length is
 a function of (N, K, format) alone. Each segment has its own float32 accumulator; segments are added in order, either
 by the program that walked them all, or, where segments run in parallel, by the last of them to finish, which reads
-the others' stored sums. All products are tensor-core products of one fixed shape (m16n8k16 through mma.sync; tile
-shapes that would take the warp-group form are not used), so a row's bits depend on neither the number of rows nor the
-tile. Weights are the left operand where few rows multiply, and the right one (SWAP) where many do and large tiles pay:
-a product's terms and their order are the same either way.
+the others' stored sums. Products are tensor-core products of sixteen elements at a time with the weights as left
+operand, held in registers from load to product (`tiles.from_fragment`).
+
+Two forms. Narrow (few rows): a program is one warp; nothing passes through shared memory, no barrier is met, and the
+next step's weights are loaded before this step's are decoded. Wide: a program is one or more groups of four warps, x
+(laid out for it by `prepare_rows`) comes through shared memory, and products are of the warp-group form. Both add the
+same products in the same order; `linear.warp_groups_agree` asks the device whether its two instructions round alike
+before the wide form serves.
 """
+# ruff: noqa: RUF005 (kernels know no starred expressions)
+# mypy: disable-error-code=assignment
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from slimserve.ops.triton.tiles import (
-    FIVE_BITS,
     FLOAT8,
     GRID,
     GRID_PAIRS,
-    NIBBLE,
-    NIBBLE_E2M1,
-    NIBBLE_LEVELS,
-    SCALE_E4M3,
+    PLAIN,
     SCALE_K2,
-    SCALE_NONE,
-    SCALED_TWO_BITS,
-    SIGNED_BYTE,
-    SIX_BITS,
-    THREE_BITS,
-    TWO_BITS,
     WORD_E2M1,
-    WORD_NIBBLE,
-    across_rows,
-    along_rows,
-    e2m1,
+    by_row,
+    code_tiles,
+    from_fragment,
     group_factor,
     group_scale,
-    half_of,
-    levels,
-    load_tile,
-    load_word,
-    minimum_tile,
+    held_rows,
+    load_fragments,
+    load_operands,
+    load_words,
     minimum_unit,
-    nibble,
-    nibble_factor,
-    scaled_two_bits,
-    signed_byte,
-    two_planes,
-    word_e2m1,
-    word_field,
-    word_fields,
+    nibble_raised,
+    place_of,
+    step_unit,
+    to_fragments,
+    to_sums,
+    word_bits,
 )
-from slimserve.ops.triton.tiles_grid import grid_tile, pairs_order, pairs_tile, plain_pairs
+from slimserve.ops.triton.tiles_grid import grid_tile, pairs_tiles, plain_pairs
 
 
 @triton.jit
-def decode_tile(
-    c0_ptr, c1_ptr, words_ptr, table_ptr, step, j, n, rows, width,
-    CODE: tl.constexpr, KD: tl.constexpr, STEP: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr,
-    WORDS: tl.constexpr, GRID_ROW: tl.constexpr, GRID_HIGH: tl.constexpr, GRID_DELTA: tl.constexpr,
-    SWAP: tl.constexpr, ASM: tl.constexpr,
+def load_step(
+    c0_ptr, c1_ptr, words_ptr, minima_ptr, step, tile, tiles, held, rows, width,
+    CODE: tl.constexpr, KD: tl.constexpr, STEP: tl.constexpr, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr,
+    WORDS: tl.constexpr, MINIMA: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Weights [BN, KD] (with SWAP: [KD, BN]) of dot j of a step as bfloat16 (plain formats: in their own dtype)."""
-    DOTS: tl.constexpr = STEP // KD
-    if CODE == NIBBLE:
-        tile = nibble(load_tile(c0_ptr, step, j // 2, n, rows, DOTS // 2, KD, SWAP), j % 2, BIAS, ASM)
-    elif CODE == NIBBLE_LEVELS:
-        tile = levels(load_tile(c0_ptr, step, j // 2, n, rows, DOTS // 2, KD, SWAP), j % 2, ASM)
-    elif CODE == NIBBLE_E2M1:
-        tile = e2m1(load_tile(c0_ptr, step, j // 2, n, rows, DOTS // 2, KD, SWAP), j % 2, ASM)
-    elif CODE == FIVE_BITS:
-        codes = load_tile(c0_ptr, step, j // 2, n, rows, DOTS // 2, KD, SWAP)
-        high = load_tile(c1_ptr, step, j // 8, n, rows, DOTS // 8, KD, SWAP)
-        tile = two_planes(codes, high, 4 * (j % 2), 15, j % 8, 1, 4, BIAS, ASM)
-    elif CODE == WORD_NIBBLE:
-        tile = word_field(load_tile(c0_ptr, step, j // 4, n, rows, DOTS // 4, KD, SWAP), 4 * (j % 4), 15, BIAS, ASM)
-    elif CODE == SIX_BITS:
-        codes = load_tile(c0_ptr, step, j // 4, n, rows, DOTS // 4, KD, SWAP)
-        high = load_tile(c1_ptr, step, j // 8, n, rows, DOTS // 8, KD, SWAP)
-        tile = word_fields(codes, high, 4 * (j % 4), 15, 2 * (j % 8), 3, 4, BIAS, ASM)
-    elif CODE == TWO_BITS:
-        tile = word_field(load_tile(c0_ptr, step, j // 8, n, rows, DOTS // 8, KD, SWAP), 2 * (j % 8), 3, BIAS, ASM)
-    elif CODE == THREE_BITS:
-        codes = load_tile(c0_ptr, step, j // 8, n, rows, DOTS // 8, KD, SWAP)
-        high = load_tile(c1_ptr, step, j // 16, n, rows, DOTS // 16, KD, SWAP)
-        tile = word_fields(codes, high, 2 * (j % 8), 3, j % 16, 1, 2, BIAS, ASM)
-    elif CODE == WORD_E2M1:
-        codes = load_tile(c0_ptr, step, j // 4, n, rows, DOTS // 4, KD, SWAP)
-        tile = word_e2m1(codes, group_factor(words_ptr, step, j, n, rows, WORDS, ASM), j % 4, SWAP, ASM)
-    elif CODE == SCALED_TWO_BITS:
-        codes = load_tile(c0_ptr, step, j // 8, n, rows, DOTS // 8, KD, SWAP)
-        tile = scaled_two_bits(codes, nibble_factor(words_ptr, step, j, n, rows, WORDS, ASM), j % 8, SWAP, ASM)
-    elif CODE == SIGNED_BYTE:
-        tile = signed_byte(load_tile(c0_ptr, step, j // 2, n, rows, DOTS // 2, KD, SWAP), j % 2, ASM)
-    elif CODE == FLOAT8:
-        codes = load_tile(c0_ptr, step, j, n, rows, DOTS, KD, SWAP)
-        tile = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(tl.bfloat16)
-    elif CODE == GRID_PAIRS:
-        if ASM and not SWAP:
-            tile = pairs_tile(load_tile(c0_ptr, step, 0, n, rows, 1, KD, SWAP), j)
-        else:
-            tile = plain_pairs(c0_ptr, table_ptr, step, j, n, rows, KD, SWAP)
+    """Everything a step needs of the weights, in registers: low codes, high codes (or minima) and words, as tuples."""
+    high = ()
+    words = ()
+    if CODE == PLAIN:
+        low = ()
+        q, inside = tl.arange(0, 4), tl.arange(0, KD // 4)
+        k = (q * (KD // 4))[:, None, None, None, None] + inside[None, None, None, None, :]
+        for j in tl.static_range(STEP // KD):
+            at = step * STEP + j * KD + k
+            place = c0_ptr + (held.to(tl.int64) * width)[:, :, :, :, None] + at
+            low = low + (tl.load(place, mask=at < width, other=0.0),)
     elif CODE == GRID:
-        tile = grid_tile(
-            words_ptr, table_ptr, step, j, n, rows, KD, WORDS, DOTS, GRID_ROW, GRID_HIGH, GRID_DELTA, SWAP, ASM
-        )  # fmt: skip
+        low = ()
     else:
-        k = step * STEP + j * KD + tl.arange(0, KD)
-        place = along_rows(n.to(tl.int64) * width, SWAP) + across_rows(k, SWAP)
-        tile = tl.load(c0_ptr + place, mask=across_rows(k < width, SWAP), other=0.0)
-    return tile
+        low = load_fragments(c0_ptr, step, tile, tiles, STEP * LOW_BITS // 256)
+        if HIGH_BITS > 0:
+            high = load_fragments(c1_ptr, step, tile, tiles, STEP * HIGH_BITS // 256)
+    minima = ()
+    if MINIMA > 0:
+        minima = load_fragments(minima_ptr, step // 4, tile, tiles, 1)
+    if CODE != GRID:
+        words = load_words(words_ptr, step, held, rows, WORDS, T)
+    return low, high, words, minima
 
 
 @triton.jit
-def _dot(w, x, acc, SWAP: tl.constexpr, UPCAST: tl.constexpr):
+def _prefetch(ptr, step, tile, tiles, COUNT: tl.constexpr):
+    """Ask the second-level cache for the fragments of a step, a line of 128 bytes each."""
+    base = ptr + (tl.cast(step, tl.int64) * tiles + tile)[:, None] * (COUNT * 256)
+    at = base + (tl.arange(0, COUNT * 4) * 64)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def decode_tiles(
+    low, high, words, c0_ptr, words_ptr, table_ptr, step, j: tl.constexpr, n, rows, tiles,
+    CODE: tl.constexpr, KD: tl.constexpr, STEP: tl.constexpr, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr,
+    BIAS: tl.constexpr, WORDS: tl.constexpr, GRID_ROW: tl.constexpr, GRID_HIGH: tl.constexpr,
+    GRID_DELTA: tl.constexpr, T: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Weights of dot j of a step as KD / 16 left operands [BN, 16], bfloat16 (plain formats: in their own dtype)."""
+    found = ()
+    if CODE == PLAIN:
+        held = tl.permute(tl.reshape(low[j], (4, 8, T, 2, 2, 2, 2)), (2, 3, 1, 5, 0, 6, 4))
+        even, odd = tl.split(held)
+        found = (tl.reshape(even, (16 * T, 16)), tl.reshape(odd, (16 * T, 16)))
+    elif CODE == GRID:
+        for i in tl.static_range(KD // 16):
+            place = place_of(tl.arange(0, 16) + 16 * i, KD)
+            tile = grid_tile(
+                words_ptr, table_ptr, step, j, n, place, rows, KD, WORDS, STEP // KD, GRID_ROW, GRID_HIGH, GRID_DELTA,
+                ASM,
+            )  # fmt: skip
+            found = found + (tile,)
+    elif (CODE == GRID_PAIRS) and not ASM:
+        for i in tl.static_range(2):
+            place = tl.arange(0, 16) + 16 * i
+            found = found + (plain_pairs(c0_ptr, table_ptr, step, j, n, place, tiles, STEP // 128),)
+    else:
+        if CODE == GRID_PAIRS:
+            parts = pairs_tiles(low[j // 4], table_ptr, j % 4)
+        else:
+            factor = low[0]
+            if KD == 64 and CODE != FLOAT8:
+                # A thread's elements of a dot of 64 are those of one group of 16.
+                q = tl.reshape(tl.arange(0, 4), (1, 1, 4, 1, 1, 1))
+                if CODE == WORD_E2M1:
+                    word = to_fragments(words[j], T)
+                    factor = group_factor(word, tl.broadcast_to(q, word.shape), ASM)
+                else:
+                    word = to_fragments(words[1 + j // 2], T)
+                    factor = nibble_raised(word, tl.broadcast_to(q + 4 * (j % 2), word.shape), ASM)
+                factor = tl.reshape(tl.broadcast_to(factor, (T, 8, 4, 2, 2, 2)), (T, 256))
+            parts = code_tiles(low, high, factor, j * (KD // 16), CODE, KD // 16, LOW_BITS, HIGH_BITS, BIAS, ASM)
+        for i in tl.static_range(KD // 16):
+            found = found + (from_fragment(parts[i], T),)
+    return found
+
+
+@triton.jit
+def multiply(w, x, acc, UPCAST: tl.constexpr):
+    """acc + w x; the interpreter multiplies bfloat16 operands as raw bits, so it is given float32."""
     if UPCAST:
         w = w.to(tl.float32)
         x = x.to(tl.float32)
-    if SWAP:
-        product = tl.dot(x, w, acc)
-    else:
-        product = tl.dot(w, x, acc)
-    return product
+    return tl.dot(w, x, acc)
 
 
 @triton.jit
-def _dot_parts(w, x, acc, PARTS: tl.constexpr, SWAP: tl.constexpr, UPCAST: tl.constexpr):
+def _dot_parts(w, x, acc, PARTS: tl.constexpr, UPCAST: tl.constexpr):
     """Multiply a tile of a wide plain dtype as up to three bfloat16 tiles that sum to it exactly, smallest first."""
     if PARTS == 1:
-        return _dot(w.to(tl.bfloat16), x, acc, SWAP, UPCAST)
+        return multiply(w.to(tl.bfloat16), x, acc, UPCAST)
     wide = w.to(tl.float32)
     first = wide.to(tl.bfloat16)
     rest = wide - first.to(tl.float32)
     second = rest.to(tl.bfloat16)
     if PARTS == 3:
-        acc = _dot((rest - second.to(tl.float32)).to(tl.bfloat16), x, acc, SWAP, UPCAST)
-    return _dot(first, x, _dot(second, x, acc, SWAP, UPCAST), SWAP, UPCAST)
-
-
-@triton.jit
-def _zeros(BN: tl.constexpr, BM: tl.constexpr, SWAP: tl.constexpr):
-    if SWAP:
-        empty = tl.zeros((BM, BN), tl.float32)
-    else:
-        empty = tl.zeros((BN, BM), tl.float32)
-    return empty
+        acc = multiply((rest - second.to(tl.float32)).to(tl.bfloat16), x, acc, UPCAST)
+    return multiply(first, x, multiply(second, x, acc, UPCAST), UPCAST)
 
 
 @triton.jit
 def _ones(w, ASM: tl.constexpr):
-    """Ones in the shape of a tile. Made from it, so that the compiler gives both the same place in the product, and
-    x's tile is read once for both."""
+    """Ones in the shape of a tile. Made from it, so that the compiler gives both the same place in the product."""
     if ASM:
         return tl.inline_asm_elementwise(
             "mov.b32 $0, 1065369472;", "=r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=2
@@ -160,48 +169,127 @@ def _ones(w, ASM: tl.constexpr):
 
 
 @triton.jit
-def _multiply(
-    w, scale, offset, x_ptr, plane_size, mask, acc, part,
-    W_PARTS: tl.constexpr, X_PARTS: tl.constexpr, CHAIN: tl.constexpr, STEP_SCALE: tl.constexpr, OFFSETS: tl.constexpr,
-    SWAP: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """One dot: (acc, part) with the product of a weight tile and the x tile at x_ptr added to one of them."""
-    if STEP_SCALE:
-        dot = part
-    elif CHAIN:
-        dot = acc
+def _side_by_side(tiles, COUNT: tl.constexpr):
+    """COUNT tiles [BN, 16] as one [BN, 16 COUNT]."""
+    if COUNT == 1:
+        one = tiles[0]
+    elif COUNT == 2:
+        both = tl.permute(tl.join(tiles[0], tiles[1]), (0, 2, 1))
+        one = tl.reshape(both, (both.shape[0], 32))
     else:
-        dot = tl.zeros_like(acc)
-    sums = tl.zeros_like(acc)
-    for p in tl.static_range(X_PARTS):
-        # Planes of x stand smallest part first.
-        x = tl.load(x_ptr + p * plane_size, mask=mask, other=0.0)
-        dot = _dot_parts(w, x, dot, W_PARTS, SWAP, UPCAST)
-        if OFFSETS:
-            # Sums of x over the group, the same in every weight row.
-            sums = _dot(_ones(w, ASM), x, sums, SWAP, UPCAST)
-    if STEP_SCALE:
-        part = dot
-    elif CHAIN:
-        acc = dot
-    else:
-        acc = tl.fma(dot, tl.broadcast_to(along_rows(scale, SWAP), dot.shape), acc)
-        if OFFSETS:
-            acc = tl.fma(tl.broadcast_to(along_rows(offset, SWAP), dot.shape), sums, acc)
-    return acc, part
+        pairs = tl.join(tl.join(tiles[0], tiles[1]), tl.join(tiles[2], tiles[3]))
+        pairs = tl.permute(pairs, (0, 3, 2, 1))
+        one = tl.reshape(pairs, (pairs.shape[0], 64))
+    return one
 
 
 @triton.jit
-def _add_minima(
-    acc, minima, unit, sums_ptr, m, mask, step, num_x, num_steps, SWAP: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """Minima (integers) times group sums of x, which stand as three bfloat16 planes [3, M, groups], smallest first."""
-    part = tl.zeros_like(acc)
-    place = across_rows(m.to(tl.int64) * (num_steps * 16), SWAP) + along_rows(tl.arange(0, 16), SWAP)
+def load_x(x_ptr, m, x_width, first, KD: tl.constexpr):
+    """Elements [first, first + KD) of input rows m as a right operand [KD, BM]; rows lie in its order
+    (`split_rows_kernel`), padded."""
+    k = first + tl.arange(0, KD)
+    return tl.load(x_ptr + m.to(tl.int64)[None, :] * x_width + k[:, None])
+
+
+@triton.jit
+def _add_minima(acc, minima, words, planes, step, GROUPS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
+                T: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+    """Minima (integers) times group sums of x, three bfloat16 planes [16, BM] that sum to them, smallest first."""
+    BITS: tl.constexpr = 4 if GROUPS == 16 else 8
+    shift = BITS * (step % (16 // BITS))
+    tile = word_bits(minima[0], shift, (1 << BITS) - 1, ASM)
+    if GROUPS == 8:
+        # The other places hold minima of the steps two before or after.
+        tile = tl.where((tl.arange(0, 256) // 4 % 2 == step // 2 % 2)[None, :], tile, 0.0)
+    tile = from_fragment(tile, T)
+    added = tl.zeros_like(acc)
     for p in tl.static_range(3):
-        plane_ptr = sums_ptr + (tl.cast(p, tl.int64) * num_x * num_steps + step) * 16
-        part = _dot(minima, tl.load(plane_ptr + place, mask=mask, other=0.0), part, SWAP, UPCAST)
-    return tl.fma(part, tl.broadcast_to(along_rows(unit, SWAP), part.shape), acc)
+        added = multiply(tile, planes[p], added, UPCAST)
+    return tl.fma(added, to_sums(minimum_unit(words), BN, BM), acc)
+
+
+@triton.jit
+def _multiply_step(
+    low, high, words, minima, x_ptr, sums_ptr, c0_ptr, words_ptr, table_ptr, block_scale_ptr, step, n, held, m, rows,
+    tiles, width, x_width, num_x, num_steps, acc,
+    CODE: tl.constexpr, SCALE: tl.constexpr, KD: tl.constexpr, STEP: tl.constexpr, LOW_BITS: tl.constexpr,
+    HIGH_BITS: tl.constexpr, BIAS: tl.constexpr, WORDS: tl.constexpr, GRID_ROW: tl.constexpr, GRID_HIGH: tl.constexpr,
+    GRID_DELTA: tl.constexpr, W_PARTS: tl.constexpr, X_PARTS: tl.constexpr, OFFSETS: tl.constexpr,
+    MINIMA: tl.constexpr, BLOCK_SCALE: tl.constexpr, CHAIN: tl.constexpr, TAIL: tl.constexpr, WIDE: tl.constexpr,
+    BM: tl.constexpr, T: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """acc [BN, BM] plus the products of a step."""
+    STEP_SCALE: tl.constexpr = BLOCK_SCALE or (SCALE == SCALE_K2)
+    plane = tl.cast(num_x, tl.int64) * x_width
+    part = tl.zeros_like(acc)
+    BN: tl.constexpr = 16 * T
+    # Bits of 2^23, not known as a constant to the assembler (steps are not negative).
+    raiser = 0x4B000000 | (num_steps >> 31)
+    if CODE == GRID:
+        # Scales; the fields of these formats are read where they are used, so words lie one by one.
+        for i in tl.static_range(1 + STEP // KD // 8):
+            word = words_ptr + (tl.cast(step, tl.int64) * WORDS + i) * rows + held
+            words = words + (by_row(tl.load(word), T),)
+    for j in tl.static_range(STEP // KD):
+        w = decode_tiles(
+            low, high, words, c0_ptr, words_ptr, table_ptr, step, j, n, rows, tiles,
+            CODE, KD, STEP, LOW_BITS, HIGH_BITS, BIAS, WORDS, GRID_ROW, GRID_HIGH, GRID_DELTA, T, ASM,
+        )  # fmt: skip
+        if STEP_SCALE:
+            dot = part
+        elif CHAIN:
+            dot = acc
+        else:
+            dot = tl.zeros_like(acc)
+        sums = tl.zeros_like(acc)
+        first = step * STEP + j * KD
+        for p in tl.static_range(X_PARTS):
+            # Planes of x stand smallest part first.
+            if WIDE and W_PARTS > 1:
+                # All parts of sixteen elements before the next, as in the narrow form.
+                for i in tl.static_range(KD // 16):
+                    x = load_x(x_ptr + p * plane, m, x_width, first + 16 * i, 16)
+                    dot = _dot_parts(w[i], x, dot, W_PARTS, UPCAST)
+            elif WIDE:
+                x = load_x(x_ptr + p * plane, m, x_width, first, KD)
+                one = _side_by_side(w, KD // 16)
+                dot = multiply(one.to(tl.bfloat16), x, dot, UPCAST)
+                if OFFSETS:
+                    sums = multiply(_ones(one, ASM), x, sums, UPCAST)
+            else:
+                xs = load_operands(x_ptr + p * plane, m, x_width, first, width, BM, KD, TAIL)
+                for i in tl.static_range(KD // 16):
+                    dot = _dot_parts(w[i], xs[i], dot, W_PARTS, UPCAST)
+                if OFFSETS:
+                    # Sums of x over the group, the same in every weight row.
+                    for i in tl.static_range(KD // 16):
+                        sums = multiply(_ones(w[i], ASM), xs[i], sums, UPCAST)
+        if STEP_SCALE:
+            part = dot
+        elif CHAIN:
+            acc = dot
+        else:
+            scale, offset = group_scale(words, j, raiser, SCALE, BIAS, ASM)
+            acc = tl.fma(dot, to_sums(scale, BN, BM), acc)
+            if OFFSETS:
+                acc = tl.fma(to_sums(offset, BN, BM), sums, acc)
+    if STEP_SCALE:
+        if BLOCK_SCALE:
+            # One scale per 128 weight rows and step; rows beyond the last block were clamped above.
+            unit = by_row(tl.load(block_scale_ptr + (held // 128) * num_steps + step), T)
+        else:
+            unit = step_unit(words)
+        acc = tl.fma(part, to_sums(unit, BN, BM), acc)
+    if MINIMA > 0:
+        planes = ()
+        for p in tl.static_range(3):
+            sums_plane = sums_ptr + p * tl.cast(num_x, tl.int64) * (num_steps * 16)
+            if WIDE:
+                planes = planes + (load_x(sums_plane, m, num_steps * 16, step * 16, 16),)
+            else:
+                planes = planes + load_operands(sums_plane, m, num_steps * 16, step * 16, width, BM, 16, False)
+        acc = _add_minima(acc, minima, words, planes, step, MINIMA, BN, BM, T, ASM, UPCAST)
+    return acc
 
 
 @triton.jit
@@ -216,265 +304,120 @@ def _sum_segments(ptr, stride, num_segments, mask, total, UNROLL: tl.constexpr):
     return total
 
 
-@triton.jit
-def _store_rows(
-    total, out_ptr, row_scale_ptr, out_row, n, stride_out, mask, ROW_SCALE: tl.constexpr, SWAP: tl.constexpr,
-):  # fmt: skip
-    if ROW_SCALE:
-        total = total * along_rows(tl.load(row_scale_ptr + n), SWAP)
-    place = across_rows(out_row.to(tl.int64) * stride_out, SWAP) + along_rows(n, SWAP)
-    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["num_x", "segment_steps", "num_steps", "num_segments", "row_divisor"])
+@triton.jit(do_not_specialize=["num_x", "segment_steps", "num_steps", "num_segments", "row_divisor", "tiles"])
 def linear_kernel(
-    x_ptr, sums_ptr, c0_ptr, c1_ptr, words_ptr, table_ptr, row_scale_ptr, block_scale_ptr, out_ptr, work_ptr, lock_ptr,
+    x_ptr, sums_ptr, c0_ptr, c1_ptr, minima_ptr, words_ptr, table_ptr, row_scale_ptr, block_scale_ptr, out_ptr,
+    work_ptr, lock_ptr,
     tile_group_ptr, tile_first_ptr, tile_count_ptr, row_ids_ptr,
-    num_x, rows, width, x_width, stride_out, segment_steps, num_steps, num_segments, row_divisor,
-    c0_group, c1_group, words_group,
-    CODE: tl.constexpr, SCALE: tl.constexpr, KD: tl.constexpr, STEP: tl.constexpr, BIAS: tl.constexpr,
-    WORDS: tl.constexpr, GRID_ROW: tl.constexpr, GRID_HIGH: tl.constexpr, GRID_DELTA: tl.constexpr,
-    W_PARTS: tl.constexpr, X_PARTS: tl.constexpr, OFFSETS: tl.constexpr, MINIMA: tl.constexpr,
-    ROW_SCALE: tl.constexpr, BLOCK_SCALE: tl.constexpr, CHAIN: tl.constexpr, TAIL: tl.constexpr,
-    SPLIT: tl.constexpr, GROUPED: tl.constexpr, SWAP: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
-    BN: tl.constexpr, BM: tl.constexpr, TWIN: tl.constexpr, STAGES: tl.constexpr,
+    num_x, rows, tiles, width, x_width, stride_out, segment_steps, num_steps, num_segments, row_divisor,
+    c0_group, c1_group, words_group, minima_group,
+    CODE: tl.constexpr, SCALE: tl.constexpr, KD: tl.constexpr, STEP: tl.constexpr, LOW_BITS: tl.constexpr,
+    HIGH_BITS: tl.constexpr, BIAS: tl.constexpr, WORDS: tl.constexpr, GRID_ROW: tl.constexpr, GRID_HIGH: tl.constexpr,
+    GRID_DELTA: tl.constexpr, W_PARTS: tl.constexpr, X_PARTS: tl.constexpr, OFFSETS: tl.constexpr,
+    MINIMA: tl.constexpr, ROW_SCALE: tl.constexpr, BLOCK_SCALE: tl.constexpr, CHAIN: tl.constexpr, TAIL: tl.constexpr,
+    SPLIT: tl.constexpr, GROUPED: tl.constexpr, WIDE: tl.constexpr, OVERLAP: tl.constexpr, ASM: tl.constexpr,
+    UPCAST: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """See the module. With TWIN, a program owns 2 BM input rows as two tiles, so that one decoding serves both."""
-    DOTS: tl.constexpr = STEP // KD
-    STEP_SCALE: tl.constexpr = BLOCK_SCALE or (SCALE == SCALE_K2)
+    """See the module. tiles: sixteens of weight rows; x_width: of a row of x.
+
+    OVERLAP: the launch may begin before the kernels ahead of it end; weights do not depend on those, all else waits.
+    """
+    T: tl.constexpr = BN // 16
     UNROLL: tl.constexpr = 8 if BM <= 8 else 4 if BM <= 16 else 2
     tile_m = tl.program_id(0)
     tile_n = tl.program_id(2)
     n = tile_n * BN + tl.arange(0, BN)
     live_n = n < rows
     n = tl.minimum(n, rows - 1)
+    held = tl.minimum(held_rows(tile_n * BN, T), rows - 1)
+    tile = tl.minimum(tile_n * T + tl.arange(0, T), tiles - 1)
     m = tl.arange(0, BM)
+    if OVERLAP:
+        cuda.gdc_launch_dependents()
     if GROUPED:
         # Input rows of one group (expert): their ids stand together in row_ids.
+        if OVERLAP:
+            cuda.gdc_wait()
         count = tl.load(tile_count_ptr + tile_m)
         if count == 0:
             return
         group = tl.load(tile_group_ptr + tile_m).to(tl.int64)
         live_m = m < count
-        out_row = tl.load(row_ids_ptr + tl.load(tile_first_ptr + tile_m) + m, mask=live_m, other=0)
+        # Columns without an input row repeat the last one and are not stored: cheaper than a mask for every load.
+        m = tl.minimum(m, count - 1)
+        out_row = tl.load(row_ids_ptr + tl.load(tile_first_ptr + tile_m) + m)
         m = out_row // row_divisor
         c0_ptr += group * c0_group
         c1_ptr += group * c1_group
         words_ptr += group * words_group
+        minima_ptr += group * minima_group
         row_scale_ptr += group * rows
     else:
-        m = tile_m * (BM * 2 if TWIN else BM) + m
+        m = tile_m * BM + m
         live_m = m < num_x
+        m = tl.minimum(m, num_x - 1)
         out_row = m
-    k = tl.arange(0, KD)
-    if (CODE == GRID_PAIRS) and (ASM and not SWAP):
-        k = pairs_order(k)
-    x_tile_ptr = x_ptr + across_rows(m.to(tl.int64) * x_width, SWAP) + along_rows(k, SWAP)
-    live_tile = across_rows(live_m, SWAP)
-    total = _zeros(BN, BM, SWAP)
-    if TWIN:
-        twin_m = m + BM
-        twin_live = across_rows(twin_m < num_x, SWAP)
-        twin_ptr = x_tile_ptr + tl.cast(x_width, tl.int64) * BM
-        twin_total = _zeros(BN, BM, SWAP)
-    plane_size = tl.cast(num_x, tl.int64) * x_width
+    total = tl.zeros((BN, BM), tl.float32)
     first_segment = 0
     last_segment = num_segments
     if SPLIT:
         first_segment = tl.program_id(1)
         last_segment = first_segment + 1
+    if not (WIDE or STAGES > 0):
+        low, high, words, minima = load_step(
+            c0_ptr, c1_ptr, words_ptr, minima_ptr, first_segment * segment_steps, tile, tiles, held, rows, width,
+            CODE, KD, STEP, LOW_BITS, HIGH_BITS, WORDS, MINIMA, T,
+        )  # fmt: skip
+    if OVERLAP and not GROUPED:
+        if CODE != PLAIN and CODE != GRID:
+            _prefetch(c0_ptr, first_segment * segment_steps, tile, tiles, STEP * LOW_BITS // 256)
+        cuda.gdc_wait()
     for segment in range(first_segment, last_segment):
-        acc = _zeros(BN, BM, SWAP)
-        if TWIN:
-            twin_acc = _zeros(BN, BM, SWAP)
+        acc = tl.zeros((BN, BM), tl.float32)
         first_step = segment * segment_steps
         last_step = tl.minimum(first_step + segment_steps, num_steps)
-        for step in tl.range(first_step, last_step, num_stages=STAGES):
-            part = _zeros(BN, BM, SWAP)
-            if TWIN:
-                twin_part = _zeros(BN, BM, SWAP)
-            for j in tl.static_range(DOTS):
-                w = decode_tile(
-                    c0_ptr, c1_ptr, words_ptr, table_ptr, step, j, n, rows, width,
-                    CODE, KD, STEP, BIAS, SCALE, WORDS, GRID_ROW, GRID_HIGH, GRID_DELTA, SWAP, ASM,
+        for step in tl.range(first_step, last_step, num_stages=STAGES if STAGES > 0 else 1):
+            if WIDE or STAGES > 0:
+                low, high, words, minima = load_step(
+                    c0_ptr, c1_ptr, words_ptr, minima_ptr, step, tile, tiles, held, rows, width,
+                    CODE, KD, STEP, LOW_BITS, HIGH_BITS, WORDS, MINIMA, T,
                 )  # fmt: skip
-                scale, offset = n, n
-                if not (CHAIN or STEP_SCALE):
-                    scale, offset = group_scale(words_ptr, step, j, n, rows, SCALE, WORDS, BIAS, ASM)
-                mask = live_tile
-                if TAIL:
-                    inside = along_rows(step * STEP + j * KD + k < width, SWAP)
-                    mask = mask & inside
-                acc, part = _multiply(
-                    w, scale, offset, x_tile_ptr + step * STEP + j * KD, plane_size, mask, acc, part,
-                    W_PARTS, X_PARTS, CHAIN, STEP_SCALE, OFFSETS, SWAP, ASM, UPCAST,
+                acc = _multiply_step(
+                    low, high, words, minima, x_ptr, sums_ptr, c0_ptr, words_ptr, table_ptr, block_scale_ptr, step, n,
+                    held, m, rows, tiles, width, x_width, num_x, num_steps, acc,
+                    CODE, SCALE, KD, STEP, LOW_BITS, HIGH_BITS, BIAS, WORDS, GRID_ROW, GRID_HIGH, GRID_DELTA, W_PARTS,
+                    X_PARTS, OFFSETS, MINIMA, BLOCK_SCALE, CHAIN, TAIL, WIDE, BM, T, ASM, UPCAST,
                 )  # fmt: skip
-                if TWIN:
-                    mask = twin_live
-                    if TAIL:
-                        mask = mask & inside
-                    twin_acc, twin_part = _multiply(
-                        w, scale, offset, twin_ptr + step * STEP + j * KD, plane_size, mask, twin_acc, twin_part,
-                        W_PARTS, X_PARTS, CHAIN, STEP_SCALE, OFFSETS, SWAP, ASM, UPCAST,
-                    )  # fmt: skip
-            if STEP_SCALE:
-                if BLOCK_SCALE:
-                    # One scale per 128 weight rows and step; rows beyond the last block were clamped above.
-                    unit = tl.load(block_scale_ptr + (n // 128) * num_steps + step)
-                else:
-                    # Tiles held code * scale / 2^14.
-                    unit = half_of(load_word(words_ptr, step, 0, n, rows, WORDS), 0) * 16384.0
-                acc = tl.fma(part, tl.broadcast_to(along_rows(unit, SWAP), part.shape), acc)
-                if TWIN:
-                    twin_acc = tl.fma(twin_part, tl.broadcast_to(along_rows(unit, SWAP), part.shape), twin_acc)
-            if MINIMA:
-                minima = minimum_tile(c1_ptr, step, n, rows, SWAP, ASM)
-                unit = minimum_unit(words_ptr, step, n, rows, WORDS)
-                acc = _add_minima(acc, minima, unit, sums_ptr, m, live_tile, step, num_x, num_steps, SWAP, UPCAST)
-                if TWIN:
-                    twin_acc = _add_minima(
-                        twin_acc, minima, unit, sums_ptr, twin_m, twin_live, step, num_x, num_steps, SWAP, UPCAST
-                    )
+            else:
+                # The last step of all loads itself again.
+                next_low, next_high, next_words, next_minima = load_step(
+                    c0_ptr, c1_ptr, words_ptr, minima_ptr, tl.minimum(step + 1, num_steps - 1), tile, tiles, held,
+                    rows, width,
+                    CODE, KD, STEP, LOW_BITS, HIGH_BITS, WORDS, MINIMA, T,
+                )  # fmt: skip
+                acc = _multiply_step(
+                    low, high, words, minima, x_ptr, sums_ptr, c0_ptr, words_ptr, table_ptr, block_scale_ptr, step, n,
+                    held, m, rows, tiles, width, x_width, num_x, num_steps, acc,
+                    CODE, SCALE, KD, STEP, LOW_BITS, HIGH_BITS, BIAS, WORDS, GRID_ROW, GRID_HIGH, GRID_DELTA, W_PARTS,
+                    X_PARTS, OFFSETS, MINIMA, BLOCK_SCALE, CHAIN, TAIL, WIDE, BM, T, ASM, UPCAST,
+                )  # fmt: skip
+                low, high, words, minima = next_low, next_high, next_words, next_minima
         total += acc
-        if TWIN:
-            twin_total += twin_acc
     if SPLIT:
-        tile = tl.cast(tile_n, tl.int64) * tl.num_programs(0) + tile_m
-        SIZE: tl.constexpr = BN * BM * (2 if TWIN else 1)
-        work_ptr += across_rows(tl.arange(0, BM) * BN, SWAP) + along_rows(tl.arange(0, BN), SWAP)
-        work_ptr += tile * num_segments * SIZE
-        tl.store(work_ptr + first_segment * SIZE, total, mask=live_tile)
-        if TWIN:
-            tl.store(work_ptr + first_segment * SIZE + BN * BM, twin_total, mask=twin_live)
+        at = tl.cast(tile_n, tl.int64) * tl.num_programs(0) + tile_m
+        SIZE: tl.constexpr = BN * BM
+        work_ptr += (tl.arange(0, BM) * BN)[None, :] + tl.arange(0, BN)[:, None]
+        work_ptr += at * num_segments * SIZE
+        tl.store(work_ptr + first_segment * SIZE, total, mask=live_m[None, :])
         # Every thread's store is done before one thread announces it; the last to announce sees all of them.
         tl.debug_barrier()
-        arrived = tl.atomic_add(lock_ptr + tile, 1, sem="acq_rel")
+        arrived = tl.atomic_add(lock_ptr + at, 1, sem="acq_rel")
         if arrived != num_segments - 1:
             return
         tl.debug_barrier()
-        total = _sum_segments(work_ptr, SIZE, num_segments, live_tile, _zeros(BN, BM, SWAP), UNROLL)
-        if TWIN:
-            twin_total = _sum_segments(work_ptr + BN * BM, SIZE, num_segments, twin_live, _zeros(BN, BM, SWAP), UNROLL)
-        tl.store(lock_ptr + tile, 0)
-    live_n = along_rows(live_n, SWAP)
-    _store_rows(total, out_ptr, row_scale_ptr, out_row, n, stride_out, live_tile & live_n, ROW_SCALE, SWAP)
-    if TWIN:
-        _store_rows(twin_total, out_ptr, row_scale_ptr, twin_m, n, stride_out, twin_live & live_n, ROW_SCALE, SWAP)
-
-
-@triton.jit(do_not_specialize=["num_ids", "num_steps"])
-def embedding_kernel(
-    ids_ptr, c0_ptr, c1_ptr, words_ptr, table_ptr, row_scale_ptr, block_scale_ptr, out_ptr,
-    num_ids, rows, width, num_steps,
-    CODE: tl.constexpr, SCALE: tl.constexpr, KD: tl.constexpr, STEP: tl.constexpr, BIAS: tl.constexpr,
-    WORDS: tl.constexpr, GRID_ROW: tl.constexpr, GRID_HIGH: tl.constexpr, GRID_DELTA: tl.constexpr,
-    OFFSETS: tl.constexpr, MINIMA: tl.constexpr, ROW_SCALE: tl.constexpr, BLOCK_SCALE: tl.constexpr,
-    ASM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """Decode rows ids [T] of a weight to out [T, K]: the tiles of `linear_kernel`, at rows that a list names."""
-    at = tl.program_id(0) * BN + tl.arange(0, BN)
-    live = at < num_ids
-    n = tl.load(ids_ptr + at, mask=live, other=0).to(tl.int32)
-    n = tl.minimum(tl.maximum(n, 0), rows - 1)
-    step = tl.program_id(1)
-    k = tl.arange(0, KD)
-    for j in tl.static_range(STEP // KD):
-        value = decode_tile(
-            c0_ptr, c1_ptr, words_ptr, table_ptr, step, j, n, rows, width,
-            CODE, KD, STEP, BIAS, SCALE, WORDS, GRID_ROW, GRID_HIGH, GRID_DELTA, False, ASM and CODE != GRID_PAIRS,
-        ).to(tl.float32)  # fmt: skip
-        if SCALE == SCALE_K2:
-            value = value * (half_of(load_word(words_ptr, step, 0, n, rows, WORDS), 0) * 16384.0)[:, None]
-        elif (SCALE != SCALE_NONE) and (SCALE != SCALE_E4M3):
-            scale, offset = group_scale(words_ptr, step, j, n, rows, SCALE, WORDS, BIAS, ASM)
-            value = value * scale[:, None]
-            if OFFSETS:
-                value = value + offset[:, None]
-        if MINIMA:
-            word = tl.load(c1_ptr + ((step // 4).to(tl.int64) * rows + n) * 16 + j).to(tl.int32)
-            minimum = ((word >> (4 * (step % 4))) & 15).to(tl.float32)
-            value = value + (minimum * minimum_unit(words_ptr, step, n, rows, WORDS))[:, None]
-        if BLOCK_SCALE:
-            value = value * tl.load(block_scale_ptr + (n // 128) * num_steps + step)[:, None]
-        if ROW_SCALE:
-            value = value * tl.load(row_scale_ptr + n)[:, None]
-        column = step * STEP + j * KD + k
-        place = at.to(tl.int64)[:, None] * width + column[None, :]
-        mask = live[:, None] & (column < width)[None, :]
-        tl.store(out_ptr + place, value.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["pairs", "num_tiles", "num_experts"])
-def group_kernel(
-    ids_ptr, tile_group_ptr, tile_first_ptr, tile_count_ptr, order_ptr, pairs, num_tiles, num_experts,
-    COLUMNS: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
-    """Sort up to PAIRS pairs by expert, one program: every pair counts those before it (see `experts.group_rows`)."""
-    place = tl.arange(0, PAIRS)
-    expert = tl.load(ids_ptr + place, mask=place < pairs, other=num_experts).to(tl.int32)
-    # The same list along the other axis; spare places sort behind every expert.
-    other = tl.load(ids_ptr + place, mask=place < pairs, other=num_experts).to(tl.int32)
-    same = expert[:, None] == other[None, :]
-    before = (expert[:, None] > other[None, :]).to(tl.int32)
-    first = tl.sum(before, axis=1)
-    rank = tl.sum((same & (place[None, :] < place[:, None])).to(tl.int32), axis=1)
-    rank_of_other = tl.sum((same & (place[:, None] < place[None, :])).to(tl.int32), axis=0)
-    size = tl.sum(same.to(tl.int32), axis=1)
-    heads = (rank_of_other % COLUMNS == 0) & (other < num_experts)
-    tile = tl.sum(before * heads.to(tl.int32)[None, :], axis=1) + rank // COLUMNS
-    live = place < pairs
-    tl.store(order_ptr + first + rank, place, mask=live)
-    head = live & (rank % COLUMNS == 0)
-    tl.store(tile_group_ptr + tile, expert, mask=head)
-    tl.store(tile_first_ptr + tile, first + rank, mask=head)
-    tl.store(tile_count_ptr + tile, tl.minimum(size - rank, COLUMNS), mask=head)
-    used = tl.sum(heads.to(tl.int32), axis=0)
-    spare = used + place
-    tl.store(tile_count_ptr + spare, tl.zeros_like(place), mask=spare < num_tiles)
-
-
-@triton.jit
-def combine_kernel(
-    parts_ptr, weights_ptr, out_ptr, width, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """out [T, H] = sum over slots, in order, of weights [T, SLOTS] * parts [T, SLOTS, H]."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < width
-    total = tl.zeros((BLOCK,), tl.float32)
-    for slot in tl.static_range(SLOTS):
-        weight = tl.load(weights_ptr + row * SLOTS + slot)
-        part = tl.load(parts_ptr + (row * SLOTS + slot) * width + at, mask=mask, other=0.0)
-        total = tl.fma(part, tl.full((BLOCK,), 1.0, tl.float32) * weight, total)
-    tl.store(out_ptr + row * width + at, total.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["num_x"])
-def split_rows_kernel(
-    x_ptr, planes_ptr, sums_ptr, num_x, width, padded, stride_x,
-    PARTS: tl.constexpr, SUMS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Cut x [M, K] into PARTS bfloat16 planes that sum to it (smallest first) and sum it over groups of GROUP.
-
-    Sums are three bfloat16 planes that sum to them [3, M, groups], smallest first.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * stride_x + at, mask=at < width, other=0.0).to(tl.float32)
-    if SUMS:
-        groups: tl.constexpr = BLOCK // GROUP
-        sums = tl.sum(tl.reshape(x, (groups, GROUP)), axis=1)
-        group = tl.program_id(1) * groups + tl.arange(0, groups)
-        count = padded // GROUP
-        for p in tl.static_range(3):
-            piece = sums.to(tl.bfloat16)
-            sums = sums - piece.to(tl.float32)
-            place = ((2 - p) * tl.cast(num_x, tl.int64) + row) * count + group
-            tl.store(sums_ptr + place, piece, mask=group < count)
-    if PARTS > 1:
-        size = tl.cast(num_x, tl.int64) * padded
-        rest = x
-        for p in tl.static_range(PARTS):
-            piece = rest.to(tl.bfloat16)
-            rest = rest - piece.to(tl.float32)
-            tl.store(planes_ptr + (PARTS - 1 - p) * size + row * padded + at, piece, mask=at < padded)
+        total = _sum_segments(work_ptr, SIZE, num_segments, live_m[None, :], tl.zeros((BN, BM), tl.float32), UNROLL)
+        tl.store(lock_ptr + at, 0)
+    if ROW_SCALE:
+        total = total * tl.load(row_scale_ptr + n)[:, None]
+    place = out_row.to(tl.int64)[None, :] * stride_out + n[:, None]
+    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=live_m[None, :] & live_n[:, None])

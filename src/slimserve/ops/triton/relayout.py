@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from slimserve.errors import RefusalError
+from slimserve.ops.triton import tiles
 from slimserve.ops.triton.formats import TILE_FORMATS, TileFormat, as_words, scaled_e2m1, table_of
 from slimserve.ops.triton.launch import cdiv
 from slimserve.quant.decode_scaled import SCALE_BLOCK, has_block_scale, pair_codes
@@ -16,12 +17,17 @@ _CHUNK_ELEMENTS = 1 << 24
 """Elements unpacked at a time, so that load needs little memory beside the weight."""
 
 
+TILE_ROWS = 16
+"""Weight rows of a tensor core's left operand."""
+
+
 @dataclass(slots=True)
 class TileWeight:
     """A [G, N, K] weight as the kernel reads it (G = 1 for a plain matrix).
 
-    planes: codes [G, steps, tiles, N, bytes] or None; a plain dtype has one plane [G, N, K]. words int32
-    [G, steps, words, N]. row_scale [G, N] and block_scale [G, ceil(N / 128), steps] are float32 or None.
+    planes: 16-bit words in fragment order [G, steps, ceil(N / 16), fragments, 256] or None; a plain dtype has one plane
+    [G, N, K]. words int32 [G, steps, words * N] (`_word_blocks`). row_scale [G, N] and block_scale
+    [G, ceil(N / 128), steps] are float32 or None.
     """
 
     format: TileFormat
@@ -31,19 +37,22 @@ class TileWeight:
     steps: int
     low: torch.Tensor | None
     high: torch.Tensor | None
+    minima: torch.Tensor | None
     words: torch.Tensor | None
     table: torch.Tensor | None
     row_scale: torch.Tensor | None = None
     block_scale: torch.Tensor | None = None
 
     @property
+    def tiles(self) -> int:
+        """Sixteens of weight rows."""
+        return cdiv(self.rows, TILE_ROWS)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes held."""
-        held = (self.low, self.high, self.words, self.table, self.row_scale, self.block_scale)
+        held = (self.low, self.high, self.minima, self.words, self.table, self.row_scale, self.block_scale)
         return sum(t.numel() * t.element_size() for t in held if t is not None)
-
-
-_WORDS = {8: torch.uint8, 16: torch.int16}
 
 
 def refuses(packed_format: str, shape: tuple[int, ...] | None) -> str | None:
@@ -56,39 +65,73 @@ def refuses(packed_format: str, shape: tuple[int, ...] | None) -> str | None:
     return None
 
 
-def _plane(codes: torch.Tensor, bits: int, shift: int, word_bits: int, spread: tuple[int, ...] = ()) -> torch.Tensor:
-    """Bits [shift, shift + bits) of codes [r, steps, dots, W], word_bits / bits dots a tile: [steps, tiles, r, W]."""
-    rows, steps, dots, width = codes.shape
-    per_tile = word_bits // bits
-    fields = (codes.to(torch.int32) >> shift) & ((1 << bits) - 1)
-    fields = fields.view(rows, steps, dots // per_tile, per_tile, width)
+def _operands(codes: torch.Tensor, dot: int) -> torch.Tensor:
+    """Elements [r, steps, step] as operands of sixteen [r, steps, step / 16, 2, 4, 2] (kh, q, kl; see `tiles`)."""
+    rows, steps, step = codes.shape
+    held = codes.reshape(rows, steps, step // dot, 4, dot // 16, 2, 2).permute(0, 1, 2, 4, 5, 3, 6)
+    return held.reshape(rows, steps, step // 16, 2, 4, 2)
+
+
+def _fragments(words: torch.Tensor) -> torch.Tensor:
+    """Words [r, steps, fragments, 2, 4, 2] of r = 16 t rows in the order of threads: [steps, t, fragments, 256]."""
+    rows, steps, count = words.shape[:3]
+    held = words.reshape(rows // TILE_ROWS, 2, 8, steps, count, 2, 4, 2).permute(3, 0, 4, 2, 6, 5, 1, 7)
+    return held.reshape(steps, rows // TILE_ROWS, count, 256).to(torch.int16)
+
+
+def _plane(operands: torch.Tensor, bits: int, shift: int, spread: tuple[int, ...] = ()) -> torch.Tensor:
+    """Bits [shift, shift + bits) of operands [r, steps, n, 2, 4, 2], 16 / bits of them to a fragment."""
+    rows, steps, count = operands.shape[:3]
+    per_word = 16 // bits
+    fields = (operands.to(torch.int32) >> shift) & ((1 << bits) - 1)
+    fields = fields.view(rows, steps, count // per_word, per_word, 2, 4, 2)
     packed = fields[:, :, :, 0].clone()
-    for field in range(1, per_tile):
+    for field in range(1, per_word):
         packed |= fields[:, :, :, field] << (bits * field)
     if spread:
         moved = torch.zeros_like(packed)
         for source, target in enumerate(spread):
             moved |= ((packed >> source) & 1) << target
         packed = moved
-    return packed.permute(1, 2, 0, 3).to(_WORDS[word_bits])
+    return _fragments(packed)
+
+
+def _pairs(fields: torch.Tensor, steps: int) -> torch.Tensor:
+    """Grid rows and sign bytes [r, steps * 64] of r = 16 t rows (`formats._pair_words`) as words [steps, t, 2, 256]
+    that `tiles_grid.pairs_tiles` reads."""
+    held = fields.reshape(-1, 2, 8, steps, 4, 2, 4, 2).to(torch.int64)  # [t, rh, g, steps, pair, dot, q, kind]
+    index = torch.zeros_like(held[:, 0, :, :, :, 0, :, 0])
+    signs = torch.zeros_like(index)
+    for dot in range(2):
+        for high in range(2):
+            index |= held[:, high, :, :, :, dot, :, 0] << (8 * (2 * dot + high))
+            for weight in range(8):
+                bit = (held[:, high, :, :, :, dot, :, 1] >> weight) & 1
+                signs |= bit << (8 * (weight % 4) + 4 * dot + 2 * high + weight // 4)
+    words = torch.stack((index, signs), dim=-1)  # [t, g, steps, pair, q, kind]
+    words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+    words = words.reshape(*words.shape[:3], 2, 2, 4, 2).permute(2, 0, 3, 1, 5, 4, 6)  # [steps, t, fragment, g, q, ..]
+    return words.reshape(steps, -1, 2, 128).contiguous().view(torch.int16)
 
 
 def _unpack(
     packed: PackedTensor, fmt: TileFormat, data: torch.Tensor
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Codes [r, steps * step] and word fields [r, steps, n] of rows data [r, row bytes], padded with zero blocks."""
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Codes [r, steps * step] (IQ2_XXS: see `_pairs`), word fields [r, steps, n] and minima [r, steps, groups] of rows
+    data [r, row bytes], padded with zero blocks."""
     rows = data.shape[0]
     padded = cdiv(packed.shape[-1], fmt.step) * fmt.step
     if fmt.unpack is None:
         codes = pair_codes(data) if fmt.low_bits == 4 else data.view(torch.uint8)
-        return torch.nn.functional.pad(codes, (0, padded - codes.shape[1])), None
+        return torch.nn.functional.pad(codes, (0, padded - codes.shape[1])), None, None
     block, size = packed.format.block_size, packed.format.block_bytes
     data = torch.nn.functional.pad(data, (0, padded // block * size - data.shape[1]))
-    unpacked, fields = fmt.unpack(data.reshape(-1, size))
+    unpacked, fields, *rest = fmt.unpack(data.reshape(-1, size))
+    minima = rest[0].reshape(rows, padded // fmt.step, -1) if rest else None
     steps = padded // fmt.step
     if fields is not None:
         fields = fields.reshape(rows, steps, -1)
-    return (None if unpacked is None else unpacked.reshape(rows, padded)), fields
+    return (None if unpacked is None else unpacked.reshape(rows, -1)), fields, minima
 
 
 def _side_fields(packed: PackedTensor, fmt: TileFormat, steps: int) -> torch.Tensor | None:
@@ -122,22 +165,36 @@ def _row_scale(packed: PackedTensor, rows: int) -> torch.Tensor | None:
     return scale
 
 
-def _minima(codes: torch.Tensor) -> torch.Tensor:
-    """Minima of codes [r, steps, 16, W], which `unpack` left in their upper nibbles: words of four steps."""
-    rows, steps = codes.shape[:2]
-    nibbles = torch.nn.functional.pad((codes[:, :, :, 0] >> 4).to(torch.int32), (0, 0, 0, -steps % 4))
-    shifts = torch.arange(0, 16, 4, device=codes.device, dtype=torch.int32)[:, None]
-    words = (nibbles.reshape(rows, -1, 4, 16) << shifts).sum(dim=2)  # [r, steps / 4, 16]
-    return words.to(torch.int16).permute(1, 0, 2)
+def _minima(minima: torch.Tensor) -> torch.Tensor:
+    """Minima [r, steps, 8 or 16] of r = 16 t rows as fragments of four steps each [steps / 4, t, 1, 256].
+
+    Place k of an operand is a group. Sixteen groups of a step take a nibble each; eight take a byte, at places 0 to 7
+    those of steps 0 and 1 of four, at places 8 to 15 those of steps 2 and 3.
+    """
+    rows, steps, groups = minima.shape
+    four = torch.nn.functional.pad(minima.to(torch.int32), (0, 0, 0, -steps % 4)).reshape(rows, -1, 4, groups)
+    if groups == 8:
+        four = four.reshape(rows, -1, 2, 2, 8).transpose(2, 3).reshape(rows, -1, 2, 16)
+    shifts = torch.arange(0, 16, groups // 4 if groups == 16 else 8, device=minima.device, dtype=torch.int32)
+    words = (four << shifts[:, None]).sum(dim=2)  # [r, steps / 4, 16]
+    return _fragments(words.reshape(rows, -1, 1, 2, 4, 2))
 
 
-def _empty_plane(fmt: TileFormat, bits: int, steps: int, rows: int, device: torch.device) -> torch.Tensor:
-    tiles = fmt.step // fmt.dot * bits // fmt.word_bits
-    return torch.empty((steps, tiles, rows, fmt.dot), dtype=_WORDS[fmt.word_bits], device=device)
+def _empty_plane(steps: int, rows: int, count: int, device: torch.device) -> torch.Tensor:
+    return torch.empty((steps, cdiv(rows, TILE_ROWS), count, 256), dtype=torch.int16, device=device)
+
+
+def _word_blocks(fmt: TileFormat) -> list[tuple[int, int]]:
+    """First word and width of the blocks [rows, width] in which the words of a step lie (`tiles.word_block`)."""
+    if fmt.code == tiles.GRID.value:
+        return [(word, 1) for word in range(fmt.words)]
+    whole, rest = fmt.words // 4 * 4, fmt.words % 4
+    blocks = [(word, 4) for word in range(0, whole, 4)]
+    return blocks + ([(whole, 2)] if rest >= 2 else []) + ([(fmt.words - 1, 1)] if rest % 2 else [])
 
 
 def _matrix(packed: PackedTensor, fmt: TileFormat, device: torch.device) -> list[torch.Tensor | None]:
-    """low, high, words, row scale and block scale of one [N, K] matrix."""
+    """low, high, minima, words, row scale and block scale of one [N, K] matrix."""
     rows, width = packed.shape
     steps = cdiv(width, fmt.step)
     block_scale = None
@@ -146,38 +203,49 @@ def _matrix(packed: PackedTensor, fmt: TileFormat, device: torch.device) -> list
     row_scale = _row_scale(packed, rows)
     scales = [None if row_scale is None else row_scale.to(device), block_scale]
     if packed.format.name in ("BF16", "F16", "F32"):
-        return [packed.data.reshape(rows, width).contiguous().to(device), None, None, *scales]
-    dots, low, high, words = fmt.step // fmt.dot, None, None, None
+        return [packed.data.reshape(rows, width).contiguous().to(device), None, None, None, *scales]
+    low, high, minima, words = None, None, None, None
     side = _side_fields(packed, fmt, steps)
+    pairs = fmt.code == tiles.GRID_PAIRS.value
     if fmt.low_bits:
-        low = _empty_plane(fmt, fmt.low_bits, steps, rows, device)
+        low = _empty_plane(steps, rows, fmt.step * fmt.low_bits // 256, device)
     if fmt.high_bits:
-        high = _empty_plane(fmt, fmt.high_bits, steps, rows, device)
+        high = _empty_plane(steps, rows, fmt.step * fmt.high_bits // 256, device)
     if fmt.minima:
-        high = torch.zeros((cdiv(steps, 4), 1, rows, 16), dtype=torch.int16, device=device)
+        minima = _empty_plane(cdiv(steps, 4), rows, 1, device)
     if fmt.unpack is not None or side is not None:
-        words = torch.empty((steps, fmt.words, rows), dtype=torch.int32, device=device)
-    chunk = max(1, _CHUNK_ELEMENTS // max(1, width))
+        words = torch.empty((steps, fmt.words * rows), dtype=torch.int32, device=device)
+    chunk = max(1, _CHUNK_ELEMENTS // max(1, width) // TILE_ROWS) * TILE_ROWS
     for start in range(0, rows, chunk):
         stop = min(start + chunk, rows)
-        codes, fields = _unpack(packed, fmt, packed.data[start:stop].to(device))
+        codes, fields, least = _unpack(packed, fmt, packed.data[start:stop].to(device))
         if side is not None:
             fields = side[start:stop].to(device)
         if packed.format.name == "E2M1_G16" and codes is not None and fields is not None:
             codes, fields = scaled_e2m1(codes, fields.reshape(stop - start, -1))
             fields = None if fields is None else fields.reshape(stop - start, steps, -1)
         if codes is not None and low is not None:
-            codes = codes.reshape(stop - start, steps, dots, fmt.dot)
-            low[:, :, start:stop] = _plane(codes, fmt.low_bits, 0, fmt.word_bits, fmt.spread)
-            if fmt.minima and high is not None:
-                high[:, 0, start:stop] = _minima(codes)
-            elif high is not None:
-                high[:, :, start:stop] = _plane(codes, fmt.high_bits, fmt.low_bits, fmt.word_bits)
+            codes = torch.nn.functional.pad(codes, (0, 0, 0, (start - stop) % TILE_ROWS))
+            here = slice(start // TILE_ROWS, cdiv(stop, TILE_ROWS))
+            if pairs:
+                low[:, here] = _pairs(codes, steps)
+            else:
+                codes = codes.reshape(codes.shape[0], steps, fmt.step)
+                operands = _operands(codes, fmt.dot)
+                low[:, here] = _plane(operands, fmt.low_bits, 0, fmt.spread)
+                if high is not None:
+                    high[:, here] = _plane(operands, fmt.high_bits, fmt.low_bits)
+                if minima is not None and least is not None:
+                    least = torch.nn.functional.pad(least, (0, 0, 0, 0, 0, (start - stop) % TILE_ROWS))
+                    minima[:, here] = _minima(least)
         if fields is not None and words is not None:
             if fmt.field_bits < 32:
                 fields = as_words(fields.reshape(-1, fields.shape[-1]), fmt.field_bits)
-            words[:, :, start:stop] = fields.reshape(stop - start, steps, -1).permute(1, 2, 0)
-    return [low, high, words, *scales]
+            fields = fields.reshape(stop - start, steps, -1).transpose(0, 1)  # [steps, r, words]
+            for first, count in _word_blocks(fmt):
+                block = words[:, first * rows : (first + count) * rows].view(steps, rows, count)
+                block[:, start:stop] = fields[:, :, first : first + count]
+    return [low, high, minima, words, *scales]
 
 
 def _matrix_of(packed: PackedTensor, group: int) -> PackedTensor:
@@ -201,6 +269,6 @@ def relayout(packed: PackedTensor, device: torch.device) -> TileWeight:
             if tensor is not None and target is not None:
                 target[g] = tensor
     steps = cdiv(width, fmt.step)
-    low, high, words, row_scale, block_scale = stacked
+    low, high, minima, words, row_scale, block_scale = stacked
     table = table_of(fmt, device)
-    return TileWeight(fmt, groups, rows, width, steps, low, high, words, table, row_scale, block_scale)
+    return TileWeight(fmt, groups, rows, width, steps, low, high, minima, words, table, row_scale, block_scale)

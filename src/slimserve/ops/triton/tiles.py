@@ -1,35 +1,36 @@
-"""Decoding packed codes to bfloat16 tiles in registers, exactly.
+"""Decoding packed codes to bfloat16 in registers, exactly.
 
 Every code of every format is an integer of at most eight significant bits (or a small float that bfloat16 holds
 exactly), so a tile of codes multiplies on tensor cores without rounding; scales act on float32 sums.
 
-On a device, four bytes (or two 16-bit words) are decoded at a time in inline assembly: placing a code q < 128 in the
-low byte of 0x43xx makes the bfloat16 number 128 + q, so one byte permutation or one mask converts two codes at once,
-and one fused multiply-add takes the bias away again, exactly. In lop3, table 234 is (a & b) | c. The interpreter takes
-the plain form beside it; both give the same numbers.
+Codes stand in 16-bit words in the order in which a tensor core's left operand is held ("fragments", `from_fragment`):
+a thread's sixteen bytes are its eight elements of a [16, 16] operand, so a load of full width needs no shared memory,
+no barrier and no exchange between threads. A word holds the codes of several operands, one field for each.
+
+On a device, two words are decoded at a time in inline assembly: placing a code q < 128 in the low byte of 0x43xx makes
+the bfloat16 number 128 + q, so one mask converts two codes at once, and one fused multiply-add takes the bias away
+again, exactly. In lop3, table 234 is (a & b) | c. The interpreter takes the plain form beside it; both give the same
+numbers.
 """
+# ruff: noqa: RUF005 (kernels know no starred expressions)
+# mypy: disable-error-code=assignment
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-# Code kinds: how a dot's codes lie in the planes.
-NIBBLE = tl.constexpr(0)
-FIVE_BITS = tl.constexpr(1)
-SIX_BITS = tl.constexpr(2)
-TWO_BITS = tl.constexpr(3)
-THREE_BITS = tl.constexpr(4)
-SIGNED_BYTE = tl.constexpr(5)
-FLOAT8 = tl.constexpr(6)
-NIBBLE_LEVELS = tl.constexpr(7)
-NIBBLE_E2M1 = tl.constexpr(8)
-GRID = tl.constexpr(9)
-PLAIN = tl.constexpr(10)
-WORD_E2M1 = tl.constexpr(11)
-SCALED_TWO_BITS = tl.constexpr(12)
-GRID_PAIRS = tl.constexpr(13)
-WORD_NIBBLE = tl.constexpr(14)
+# Code kinds: how codes lie in the planes.
+FIELDS = tl.constexpr(0)
+SIGNED_BYTE = tl.constexpr(1)
+FLOAT8 = tl.constexpr(2)
+NIBBLE_LEVELS = tl.constexpr(3)
+NIBBLE_E2M1 = tl.constexpr(4)
+WORD_E2M1 = tl.constexpr(5)
+SCALED_TWO_BITS = tl.constexpr(6)
+GRID = tl.constexpr(7)
+GRID_PAIRS = tl.constexpr(8)
+PLAIN = tl.constexpr(9)
 
 # Scale kinds: how a group's scale (and offset) lie in the words of a row and step.
 SCALE_NONE = tl.constexpr(0)
@@ -45,85 +46,136 @@ SCALE_E4M3 = tl.constexpr(9)
 
 
 @triton.jit
-def along_rows(v, SWAP: tl.constexpr):
-    """A vector over weight rows as a column (or, with SWAP, a row) of a tile."""
-    if SWAP:
-        shaped = v[None, :]
-    else:
-        shaped = v[:, None]
-    return shaped
+def from_fragment(words, T: tl.constexpr):
+    """Words or numbers [T, 256], in the order of a thread's registers, as a left operand [16 T, 16].
+
+    Index of a word: row mod 8, then q, then bits for kh, rh, kl; it stands at row 8 rh + (row mod 8) and place
+    8 kh + 2 q + kl of its operand. Operand i of a group of KD elements has those at KD / 4 * q + 4 i + 2 kh + kl
+    (`place_of`), so that a thread's part of x is contiguous too. No value changes its thread.
+    """
+    held = tl.permute(tl.reshape(words, (T, 8, 4, 2, 2, 2)), (0, 4, 1, 3, 2, 5))
+    return tl.reshape(held, (16 * T, 16))
 
 
 @triton.jit
-def across_rows(v, SWAP: tl.constexpr):
-    """A vector over K or over input rows, at right angles to `along_rows`."""
-    if SWAP:
-        shaped = v[:, None]
-    else:
-        shaped = v[None, :]
-    return shaped
+def load_operands(ptr, m, width, first, x_end, BM: tl.constexpr, KD: tl.constexpr, TAIL: tl.constexpr):
+    """Elements [first, first + KD) of input rows m as KD / 16 right operands [16, BM], a tuple in the order of
+    `from_fragment`: a thread reads what it multiplies, at most eight elements at a time."""
+    PART: tl.constexpr = KD // 4 if KD < 64 else 8
+    found = ()
+    for h in tl.static_range(KD // 4 // PART):
+        k = first + h * PART + (tl.arange(0, 4) * (KD // 4))[:, None, None] + tl.arange(0, PART)[None, None, :]
+        at = ptr + (m.to(tl.int64) * width)[None, :, None] + k
+        if TAIL:
+            x = tl.load(at, mask=k < x_end, other=0.0)
+        else:
+            x = tl.load(at)
+        if PART == 4:
+            held = tl.permute(tl.reshape(x, (4, BM, 2, 2)), (2, 0, 3, 1))
+            found = found + (tl.reshape(held, (16, BM)),)
+        else:
+            even, odd = tl.split(tl.permute(tl.reshape(x, (4, BM, 2, 2, 2)), (0, 1, 3, 4, 2)))
+            even = tl.reshape(tl.permute(even, (2, 0, 3, 1)), (16, BM))
+            found = found + (even, tl.reshape(tl.permute(odd, (2, 0, 3, 1)), (16, BM)))
+    return found
 
 
 @triton.jit
-def load_tile(ptr, step, tile, n, rows, TILES: tl.constexpr, WIDTH: tl.constexpr, SWAP: tl.constexpr):
-    """Bytes or 16-bit words [BN, WIDTH] of one tile; planes are laid out [steps, TILES, rows, WIDTH]."""
-    base = (tl.cast(step, tl.int64) * TILES + tile) * rows * WIDTH
-    return tl.load(ptr + base + along_rows(n * WIDTH, SWAP) + across_rows(tl.arange(0, WIDTH), SWAP))
+def to_fragments(v, T: tl.constexpr):
+    """A value per weight row and q [16 T, 4] beside words in fragment order: [T, 8, 4, 1, 2, 1]."""
+    return tl.reshape(tl.permute(tl.reshape(v, (T, 2, 8, 4)), (0, 2, 3, 1)), (T, 8, 4, 1, 2, 1))
 
 
 @triton.jit
-def load_word(ptr, step, word, n, rows, WORDS: tl.constexpr):
-    """One int32 per row [BN]; words are laid out [steps, WORDS, rows]."""
-    return tl.load(ptr + (tl.cast(step, tl.int64) * WORDS + word) * rows + n)
+def to_sums(v, BN: tl.constexpr, BM: tl.constexpr):
+    """A value per weight row and q [BN, 4] (the same for every q) beside sums [BN, BM], whose columns 8 i + 2 q and
+    8 i + 2 q + 1 a thread holds."""
+    return tl.reshape(tl.broadcast_to(v[:, None, :, None], (BN, BM // 8, 4, 2)), (BN, BM))
+
+
+@triton.jit
+def held_rows(first, T: tl.constexpr):
+    """Weight rows [4, 8, T, 2] from `first` on: dimensions so ordered that a load of them gives every thread the two
+    rows of each sixteen whose sums it holds. (Four threads read the same.)"""
+    row = tl.reshape(tl.arange(0, 8), (1, 8, 1, 1))
+    sixteen = tl.reshape(tl.arange(0, T), (1, 1, T, 1)) * 16
+    half = tl.reshape(tl.arange(0, 2), (1, 1, 1, 2)) * 8
+    return tl.broadcast_to(first + row + sixteen + half, (4, 8, T, 2))
+
+
+@triton.jit
+def by_row(v, T: tl.constexpr):
+    """Values [4, 8, T, 2] of `held_rows` as [16 T, 4]."""
+    return tl.reshape(tl.permute(v, (2, 3, 1, 0)), (16 * T, 4))
+
+
+@triton.constexpr_function
+def word_block(word: int, words: int) -> tuple[int, int]:
+    """Words of a step lie in blocks [rows, 4], then [rows, 2] and [rows, 1]: first word and width of word's block."""
+    whole = words // 4 * 4
+    if word < whole:
+        return word // 4 * 4, 4
+    if words % 4 >= 2 and word < whole + 2:
+        return whole, 2
+    return words - 1, 1
+
+
+@triton.jit
+def place_of(k, KD: tl.constexpr):
+    """Which element of a group of KD stands at place k of an operand."""
+    return KD // 4 * (k // 2 % 4) + 4 * (k // 16) + 2 * (k // 8 % 2) + k % 2
+
+
+@triton.jit
+def load_fragments(ptr, step, tile, tiles, COUNT: tl.constexpr):
+    """COUNT fragments of a step as a tuple of words [T, 256]; planes are laid out [steps, tiles, COUNT, 256]."""
+    base = ptr + tl.cast(step, tl.int64) * tiles * (COUNT * 256)
+    at = tile[:, None] * (COUNT * 256) + tl.arange(0, 256)[None, :]
+    found = ()
+    for i in tl.static_range(COUNT):
+        # Read once: what x and tables hold of the first-level cache stays there.
+        found = found + (tl.load(base + i * 256 + at, eviction_policy="evict_first"),)
+    return found
+
+
+@triton.jit
+def load_words(ptr, step, rows_held, rows, WORDS: tl.constexpr, T: tl.constexpr):
+    """The int32 words of a step as a tuple of [16 T, 4]; words are laid out [steps, blocks (`word_block`)]."""
+    base = ptr + tl.cast(step, tl.int64) * WORDS * rows
+    found = ()
+    for w in tl.static_range(WORDS):
+        if word_block(w, WORDS)[0] == w:
+            if word_block(w, WORDS)[1] == 4:
+                four = base + w * rows + rows_held[:, :, :, :, None] * 4 + tl.arange(0, 4)
+                even, odd = tl.split(tl.reshape(tl.load(four), (4, 8, T, 2, 2, 2)))
+                first, third = tl.split(even)
+                second, fourth = tl.split(odd)
+                found = found + (by_row(first, T), by_row(second, T), by_row(third, T), by_row(fourth, T))
+            elif word_block(w, WORDS)[1] == 2:
+                two = base + w * rows + rows_held[:, :, :, :, None] * 2 + tl.arange(0, 2)
+                first, second = tl.split(tl.load(two))
+                found = found + (by_row(first, T), by_row(second, T))
+            else:
+                found = found + (by_row(tl.load(base + w * rows + rows_held), T),)
+    return found
+
+
+@triton.jit
+def row_words(ptr, step, n, rows, WORDS: tl.constexpr):
+    """The words of a step of rows n as a tuple of [BN]."""
+    found = ()
+    for w in tl.static_range(WORDS):
+        place = w * rows + n
+        if word_block(w, WORDS)[1] > 1:
+            place = word_block(w, WORDS)[0] * rows + n * word_block(w, WORDS)[1] + (w - word_block(w, WORDS)[0])
+        found = found + (tl.load(ptr + tl.cast(step, tl.int64) * WORDS * rows + place),)
+    return found
 
 
 @triton.jit
 def _widen(code, BIAS: tl.constexpr):
     """Plain form: integer codes [BN, W] to bfloat16 of code - BIAS (exact)."""
     return (code.to(tl.float32) - BIAS).to(tl.bfloat16)
-
-
-@triton.jit
-def nibble(c, HIGH: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr):
-    """Low or high nibbles of bytes, less BIAS."""
-    if ASM:
-        if BIAS == -128:
-            return tl.inline_asm_elementwise(
-                f"{{ .reg .b32 t; shr.b32 t, $2, {4 * HIGH}; and.b32 t, t, 252645135;"
-                f" prmt.b32 $0, t, 1128481603, 16704; prmt.b32 $1, t, 1128481603, 17218; }}",
-                "=r,=r,r", [c], dtype=tl.bfloat16, is_pure=True, pack=4,
-            )  # fmt: skip
-        return tl.inline_asm_elementwise(
-            f"{{ .reg .b32 t, u, one, b; shr.b32 t, $2, {4 * HIGH}; and.b32 t, t, 252645135;"
-            f" mov.b32 one, 1065369472; mov.b32 b, {3271607040 + BIAS * 65537};"
-            f" prmt.b32 u, t, 1128481603, 16704; fma.rn.bf16x2 $0, u, one, b;"
-            f" prmt.b32 u, t, 1128481603, 17218; fma.rn.bf16x2 $1, u, one, b; }}",
-            "=r,=r,r", [c], dtype=tl.bfloat16, is_pure=True, pack=4,
-        )  # fmt: skip
-    return _widen((c.to(tl.int32) >> (4 * HIGH)) & 15, BIAS)
-
-
-@triton.jit
-def two_planes(
-    c, h, SHIFT: tl.constexpr, MASK: tl.constexpr, SHIFT_H: tl.constexpr, MASK_H: tl.constexpr,
-    LIFT: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """Codes ((c >> SHIFT) & MASK) | (((h >> SHIFT_H) & MASK_H) << LIFT) of bytes, less BIAS."""
-    if ASM:
-        # One shift brings the high field to its final place, one logic operation masks and joins it.
-        LEFT: tl.constexpr = LIFT - SHIFT_H if LIFT > SHIFT_H else 0
-        RIGHT: tl.constexpr = SHIFT_H - LIFT if SHIFT_H > LIFT else 0
-        return tl.inline_asm_elementwise(
-            f"{{ .reg .b32 t, u, one, b; shr.b32 t, $2, {SHIFT}; and.b32 t, t, {MASK * 16843009};"
-            f" shl.b32 u, $3, {LEFT}; shr.b32 u, u, {RIGHT};"
-            f" lop3.b32 t, u, {(MASK_H << LIFT) * 16843009}, t, 234;"
-            f" mov.b32 one, 1065369472; mov.b32 b, {3271607040 + BIAS * 65537};"
-            f" prmt.b32 u, t, 1128481603, 16704; fma.rn.bf16x2 $0, u, one, b;"
-            f" prmt.b32 u, t, 1128481603, 17218; fma.rn.bf16x2 $1, u, one, b; }}",
-            "=r,=r,r,r", [c, h], dtype=tl.bfloat16, is_pure=True, pack=4,
-        )  # fmt: skip
-    low = (c.to(tl.int32) >> SHIFT) & MASK
-    return _widen(low | (((h.to(tl.int32) >> SHIFT_H) & MASK_H) << LIFT), BIAS)
 
 
 @triton.jit
@@ -144,15 +196,15 @@ def word_field(c, SHIFT: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, A
 
 
 @triton.jit
-def word_nibble(c, shift, ASM: tl.constexpr):
-    """Nibble at a run-time `shift` (one scalar) of 16-bit words."""
+def word_bits(c, shift, MASK: tl.constexpr, ASM: tl.constexpr):
+    """Field of at most seven bits at a run-time `shift` (one scalar) of 16-bit words."""
     if ASM:
         return tl.inline_asm_elementwise(
-            "{ .reg .b32 t, one, b; shr.b32 t, $1, $2; lop3.b32 t, t, 983055, 1124090624, 234;"
+            f"{{ .reg .b32 t, one, b; shr.b32 t, $1, $2; lop3.b32 t, t, {(MASK & 127) * 65537}, 1124090624, 234;"
             " mov.b32 one, 1065369472; mov.b32 b, 3271607040; fma.rn.bf16x2 $0, t, one, b; }",
             "=r,r,r,r", [c, tl.broadcast_to(shift, c.shape)], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
-    return _widen((c.to(tl.int32) >> shift) & 15, 0)
+    return _widen((c.to(tl.int32) >> shift) & MASK, 0)
 
 
 @triton.jit
@@ -175,54 +227,52 @@ def word_fields(
 
 
 @triton.jit
-def word_e2m1(c, scale, FIELD: tl.constexpr, SWAP: tl.constexpr, ASM: tl.constexpr):
-    """E2M1 code FIELD of 16-bit words times scale / 2^126, scale from `group_factor`.
+def word_e2m1(c, factor, FIELD: tl.constexpr, ASM: tl.constexpr):
+    """E2M1 code FIELD of 16-bit words times factor / 2^126, factor from `group_factor` and in the shape of c.
 
     Moved to bits 6..8 and 15 of a bfloat16 number, exponent, mantissa and sign of a code read as its value / 2^126,
     subnormals included; the product with the scale is exact. `relayout` puts the bits of the first three codes where
     one shift and one mask move them (`E2M1_BITS` in formats).
     """
-    wide = tl.broadcast_to(along_rows(scale, SWAP), c.shape)
     if ASM:
         # -0.0 as the addend makes the fused multiply-add a plain product on every architecture.
         if FIELD < 3:
             return tl.inline_asm_elementwise(
                 f"{{ .reg .b32 t, z; shl.b32 t, $1, {3 * FIELD}; and.b32 t, t, 2176876992;"
                 " mov.b32 z, 2147516416; fma.rn.bf16x2 $0, t, $2, z; }",
-                "=r,r,r,r", [c, wide], dtype=tl.bfloat16, is_pure=True, pack=2,
+                "=r,r,r,r", [c, factor], dtype=tl.bfloat16, is_pure=True, pack=2,
             )  # fmt: skip
         return tl.inline_asm_elementwise(
             "{ .reg .b32 t, u, z; shr.b32 t, $1, 4; and.b32 t, t, 12583104;"
             " shr.b32 u, $1, 5; lop3.b32 t, u, 16777472, t, 234; shl.b32 u, $1, 1; lop3.b32 t, u, 2147516416, t, 234;"
             " mov.b32 z, 2147516416; fma.rn.bf16x2 $0, t, $2, z; }",
-            "=r,r,r,r", [c, wide], dtype=tl.bfloat16, is_pure=True, pack=2,
+            "=r,r,r,r", [c, factor], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
     word = c.to(tl.int32)
     if FIELD < 3:
         code = ((word >> (6 - 3 * FIELD)) & 7) | (((word >> (15 - 3 * FIELD)) & 1) << 3)
     else:
         code = ((word >> 10) & 3) | (((word >> 13) & 3) << 2)
-    factor = (wide & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True).to(tl.float32)
-    return (_e2m1_doubled(code) * (factor * 5.877471754111438e-39)).to(tl.bfloat16)
+    unit = (factor & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True).to(tl.float32)
+    return (_e2m1_doubled(code) * (unit * 5.877471754111438e-39)).to(tl.bfloat16)
 
 
 @triton.jit
-def scaled_two_bits(c, scale, FIELD: tl.constexpr, SWAP: tl.constexpr, ASM: tl.constexpr):
-    """Two-bit field of 16-bit words times a four-bit scale, over 2^14, exactly; scale from `nibble_factor`.
+def scaled_two_bits(c, factor, FIELD: tl.constexpr, ASM: tl.constexpr):
+    """Two-bit field of 16-bit words times a four-bit scale, over 2^14, exactly; factor from `nibble_factor`.
 
     Left at bits 2 (FIELD % 3) of a bfloat16 number, a code reads as code * 2^(2 (FIELD % 3) - 133), subnormal.
     """
-    wide = tl.broadcast_to(along_rows(scale, SWAP), c.shape)
     if ASM:
         return tl.inline_asm_elementwise(
             f"{{ .reg .b32 t, z; shr.b32 t, $1, {6 * (FIELD // 3)}; and.b32 t, t, {196611 << (2 * (FIELD % 3))};"
             " mov.b32 z, 2147516416; fma.rn.bf16x2 $0, t, $2, z; }",
-            "=r,r,r,r", [c, wide], dtype=tl.bfloat16, is_pure=True, pack=2,
+            "=r,r,r,r", [c, factor], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
-    factor = (wide & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True).to(tl.float32)
+    unit = (factor & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True).to(tl.float32)
     code = ((c.to(tl.int32) >> (2 * FIELD)) & 3).to(tl.float32)
     # 2^(2 (FIELD % 3) - 133) in two factors, because one is not an ordinary float32 number on every host.
-    return (code * ((factor * 1.1754943508222875e-38) * (0.0078125 * (4 ** (FIELD % 3))))).to(tl.bfloat16)
+    return (code * ((unit * 1.1754943508222875e-38) * (0.0078125 * (4 ** (FIELD % 3))))).to(tl.bfloat16)
 
 
 @triton.jit
@@ -247,25 +297,43 @@ def signed_byte(c, HIGH: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def levels(c, HIGH: tl.constexpr, ASM: tl.constexpr):
-    """The sixteen levels of IQ4_NL. A permutation looks four of them up; a set index bit 3 reads as zero there, so
-    the lower and the upper eight come from two look-ups whose difference is the level."""
+def float8(c, HIGH: tl.constexpr, ASM: tl.constexpr):
+    """Byte HIGH of 16-bit words, an E4M3 number."""
     if ASM:
         return tl.inline_asm_elementwise(
-            f"{{ .reg .b32 t, u, v, one; shr.b32 t, $2, {4 * HIGH}; and.b32 t, t, 252645135;"
+            f"{{ .reg .b32 t; .reg .b16 h, l; .reg .f32 a, b; prmt.b32 t, $1, 0, {0x4420 + 0x11 * HIGH};"
+            " mov.b32 {h, l}, t; cvt.rn.f16x2.e4m3x2 t, h; mov.b32 {l, h}, t;"
+            " cvt.f32.f16 a, l; cvt.f32.f16 b, h; cvt.rn.bf16x2.f32 $0, b, a; }",
+            "=r,r", [c], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    byte = ((c.to(tl.int32) >> (8 * HIGH)) & 255).to(tl.uint8)
+    return byte.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(tl.bfloat16)
+
+
+@triton.jit
+def levels(c, LOW: tl.constexpr, ASM: tl.constexpr):
+    """The levels of IQ4_NL at nibbles LOW and LOW + 2 of 16-bit words, two tiles.
+
+    A permutation looks four levels up; a set index bit 3 reads as zero there, so the lower and the upper eight come
+    from two look-ups whose difference is the level.
+    """
+    if ASM:
+        return tl.inline_asm_elementwise(
+            f"{{ .reg .b32 t, u, v, one; shr.b32 t, $2, {4 * LOW}; and.b32 t, t, 252645135;"
             " shr.b32 u, t, 4; or.b32 t, t, u; prmt.b32 t, t, 0, 17440; mov.b32 one, 1065369472;"
             # Magnitudes 127 104 83 65 | 49 35 22 10 of the negative levels, then 1 13 25 38 | 53 69 89 113.
             " prmt.b32 u, 1095985279, 169222961, t; xor.b32 t, t, 34952; prmt.b32 v, 639175937, 1901675829, t;"
             # Bytes v - u without borrows: one of the two is zero in each byte; u > 0 becomes -u as 256 - u.
             " sub.u32 t, 2155905152, u; add.u32 t, t, v; xor.b32 t, t, 2155905152;"
-            " prmt.b32 u, t, 0, 17218; prmt.b32 t, t, 0, 16704;"
+            " prmt.b32 u, t, 0, 17217; prmt.b32 t, t, 0, 16960;"
             " lop3.b32 v, t, 8388736, 3271607040, 234; lop3.b32 t, t, 8323199, 1124090624, 234;"
             " fma.rn.bf16x2 $0, t, one, v;"
             " lop3.b32 v, u, 8388736, 3271607040, 234; lop3.b32 u, u, 8323199, 1124090624, 234;"
             " fma.rn.bf16x2 $1, u, one, v; }",
-            "=r,=r,r", [c], dtype=tl.bfloat16, is_pure=True, pack=4,
+            "=r,=r,r", [c], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
         )  # fmt: skip
-    return _level_of((c.to(tl.int32) >> (4 * HIGH)) & 15).to(tl.bfloat16)
+    first = _level_of((c.to(tl.int32) >> (4 * LOW)) & 15).to(tl.bfloat16)
+    return first, _level_of((c.to(tl.int32) >> (4 * LOW + 8)) & 15).to(tl.bfloat16)
 
 
 @triton.jit
@@ -289,32 +357,37 @@ def _level_of(i):
 
 
 @triton.jit
-def e2m1(c, HIGH: tl.constexpr, ASM: tl.constexpr):
-    """Twice the E2M1 value of nibbles.
+def e2m1(c, LOW: tl.constexpr, ASM: tl.constexpr):
+    """Twice the E2M1 values of nibbles LOW and LOW + 2 of 16-bit words, two tiles.
 
     Doubled magnitudes 0 1 2 3 4 6 8 12; index bit 3 is the sign and reads as zero in a permutation, so positive and
     negated codes come from two look-ups; 192 + value is built in the low byte and 192 taken away.
     """
     if ASM:
         return tl.inline_asm_elementwise(
-            f"{{ .reg .b32 t, u, v, one, b; shr.b32 t, $2, {4 * HIGH}; and.b32 t, t, 252645135;"
+            f"{{ .reg .b32 t, u, v, one, b; shr.b32 t, $2, {4 * LOW}; and.b32 t, t, 252645135;"
             " shr.b32 u, t, 4; or.b32 t, t, u; prmt.b32 t, t, 0, 17440;"
             " prmt.b32 u, 50462976, 201852420, t; xor.b32 t, t, 34952; prmt.b32 v, 50462976, 201852420, t;"
             " add.u32 u, u, 1077952576; sub.u32 t, u, v; mov.b32 one, 1065369472; mov.b32 b, 3275801408;"
-            " prmt.b32 u, t, 1128481603, 16704; fma.rn.bf16x2 $0, u, one, b;"
-            " prmt.b32 v, t, 1128481603, 17218; fma.rn.bf16x2 $1, v, one, b; }",
-            "=r,=r,r", [c], dtype=tl.bfloat16, is_pure=True, pack=4,
+            " prmt.b32 u, t, 1128481603, 16960; fma.rn.bf16x2 $0, u, one, b;"
+            " prmt.b32 v, t, 1128481603, 17217; fma.rn.bf16x2 $1, v, one, b; }",
+            "=r,=r,r", [c], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
         )  # fmt: skip
-    return _e2m1_doubled((c.to(tl.int32) >> (4 * HIGH)) & 15).to(tl.bfloat16)
+    first = _e2m1_doubled((c.to(tl.int32) >> (4 * LOW)) & 15).to(tl.bfloat16)
+    return first, _e2m1_doubled((c.to(tl.int32) >> (4 * LOW + 8)) & 15).to(tl.bfloat16)
 
 
 @triton.jit
-def _byte_raised(word, INDEX: tl.constexpr, ASM: tl.constexpr):
-    """2^23 + byte INDEX of words as float32: the byte in the lowest mantissa bits, no slow integer conversion."""
+def _byte_raised(word, raiser, INDEX: tl.constexpr, ASM: tl.constexpr):
+    """2^23 + byte INDEX of words as float32: the byte in the lowest mantissa bits, no slow integer conversion.
+
+    raiser: bits of 2^23 in a register. (Of two constants the assembler would move one into a register every time.)
+    """
     if ASM:
         return tl.inline_asm_elementwise(
-            f"prmt.b32 $0, $1, 1258291200, {29760 + INDEX};", "=r,r", [word], dtype=tl.float32, is_pure=True, pack=1
-        )
+            f"prmt.b32 $0, $1, $2, {29760 + INDEX};", "=r,r,r", [word, tl.broadcast_to(raiser, word.shape)],
+            dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
     return (((word >> (8 * INDEX)) & 255) | 0x4B000000).to(tl.float32, bitcast=True)
 
 
@@ -345,84 +418,123 @@ def half_of(word, index):
 
 
 @triton.jit
-def group_scale(
-    ptr, step, j, n, rows, SCALE: tl.constexpr, WORDS: tl.constexpr, BIAS: tl.constexpr,
-    ASM: tl.constexpr,
-):  # fmt: skip
+def group_scale(words, j, raiser, SCALE: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr):
     """Scale and offset [BN] of dot j: the dot's weights are scale * tile + offset (BIAS is what the tile has left)."""
-    offset = tl.zeros_like(n).to(tl.float32)
+    offset = tl.zeros_like(words[0]).to(tl.float32)
     if SCALE == SCALE_HALF:
-        scale = half_of(load_word(ptr, step, j // 2, n, rows, WORDS), j % 2)
+        scale = half_of(words[j // 2], j % 2)
     elif SCALE == SCALE_HALF_PAIR:
-        word = load_word(ptr, step, j, n, rows, WORDS)
-        scale = half_of(word, 0)
-        offset = tl.fma(scale, tl.full(scale.shape, BIAS, tl.float32), half_of(word, 1))
+        scale = half_of(words[j], 0)
+        offset = tl.fma(scale, tl.full(scale.shape, BIAS, tl.float32), half_of(words[j], 1))
     elif SCALE == SCALE_K:
-        pair = load_word(ptr, step, 0, n, rows, WORDS)
-        scale = _lowered(_byte_raised(load_word(ptr, step, 1 + j // 4, n, rows, WORDS), j % 4, ASM), half_of(pair, 0))
-        minimum = _byte_raised(load_word(ptr, step, 3 + j // 4, n, rows, WORDS), j % 4, ASM)
-        minimum = _lowered(minimum, -half_of(pair, 1))
-        offset = tl.fma(scale, tl.full(scale.shape, BIAS, tl.float32), minimum)
+        scale = _lowered(_byte_raised(words[1 + j // 4], raiser, j % 4, ASM), half_of(words[0], 0))
     elif SCALE == SCALE_BYTE:
         # Stored with 128 added.
-        unit = load_word(ptr, step, 0, n, rows, WORDS).to(tl.float32, bitcast=True)
-        scale = _byte_raised(load_word(ptr, step, 1 + j // 4, n, rows, WORDS), j % 4, ASM)
-        scale = (scale - 8388736.0) * unit
+        whole = _byte_raised(words[1 + j // 4], raiser, j % 4, ASM) - 8388736.0
+        scale = whole * words[0].to(tl.float32, bitcast=True)
     elif SCALE == SCALE_ODD_NIBBLE:
         # unit * (2 * nibble + 1)
-        unit = load_word(ptr, step, 0, n, rows, WORDS).to(tl.float32, bitcast=True)
-        scale = _lowered(_odd_raised(load_word(ptr, step, 1 + j // 8, n, rows, WORDS), j % 8, ASM), unit)
+        scale = _lowered(_odd_raised(words[1 + j // 8], j % 8, ASM), words[0].to(tl.float32, bitcast=True))
     elif SCALE == SCALE_POWER:
         # 2^(e - 128), subnormal below e = 2.
-        exponent = (load_word(ptr, step, j // 4, n, rows, WORDS) >> (8 * (j % 4))) & 255
+        exponent = (words[j // 4] >> (8 * (j % 4))) & 255
         bits = tl.where(exponent < 2, 0x200000 << exponent, (exponent - 1) << 23)
         scale = bits.to(tl.float32, bitcast=True)
     else:
-        scale = load_word(ptr, step, 0, n, rows, WORDS).to(tl.float32, bitcast=True)
+        scale = words[0].to(tl.float32, bitcast=True)
     return scale, offset
 
 
 @triton.jit
-def minimum_tile(c1_ptr, step, n, rows, SWAP: tl.constexpr, ASM: tl.constexpr):
-    """The sixteen minima of a step [BN, 16] as bfloat16: a nibble of 16-bit words that hold four steps."""
-    return word_nibble(load_tile(c1_ptr, step // 4, 0, n, rows, 1, 16, SWAP), 4 * (step % 4), ASM)
+def step_unit(words):
+    """What the product of a whole step is multiplied with [BN]: tiles held code * scale / 2^14."""
+    return half_of(words[0], 0) * 16384.0
 
 
 @triton.jit
-def minimum_unit(ptr, step, n, rows, WORDS: tl.constexpr):
+def minimum_unit(words):
     """What the minima of a step are multiplied with [BN], negated."""
-    return -half_of(load_word(ptr, step, 0, n, rows, WORDS), 1)
+    return -half_of(words[0], 1)
 
 
 @triton.jit
-def group_factor(ptr, step, j, n, rows, WORDS: tl.constexpr, ASM: tl.constexpr):
-    """Scale [BN] of dot j times 2^119 as a pair of equal bfloat16 numbers in an int32, from a byte of five exponent
+def group_factor(word, q, ASM: tl.constexpr):
+    """E4M3 scale q of words times 2^119 as a pair of equal bfloat16 numbers in an int32, from a byte of five exponent
     and three mantissa bits.
 
     `relayout` re-encodes E4M3 scales so: subnormal ones become ordinary numbers of the wider exponent (exact), and
     the codes of a group with scale zero become zero. Shifting the byte into place and raising its exponent is all
     that is left to do here.
     """
-    word = load_word(ptr, step, j // 4, n, rows, WORDS)
     if ASM:
         return tl.inline_asm_elementwise(
-            f"{{ .reg .b32 t; prmt.b32 t, $1, 0, {16448 + 257 * (j % 4)}; mad.lo.u32 $0, t, 16, 1979741696; }}",
-            "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1,
+            "{ .reg .b32 t; prmt.b32 t, $1, 0, $2; mad.lo.u32 $0, t, 16, 1979741696; }",
+            "=r,r,r", [word, 16448 + 257 * q], dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
-    return (((word >> (8 * (j % 4))) & 255) << 4) + 30208
+    return (((word >> (8 * q)) & 255) << 4) + 30208
 
 
 @triton.jit
-def nibble_factor(ptr, step, j, n, rows, WORDS: tl.constexpr, ASM: tl.constexpr):
-    """Four-bit scale [BN] of dot j times 2^(119 - 2 (j % 8 % 3)) as a pair of equal bfloat16 numbers in an int32."""
-    word = load_word(ptr, step, 1 + j // 8, n, rows, WORDS)
+def nibble_raised(word, index, ASM: tl.constexpr):
+    """128 + nibble `index` of words as a pair of equal bfloat16 numbers in an int32."""
     if ASM:
-        # 128 + scale, then (128 + scale) * 2^k - 2^(k + 7).
         return tl.inline_asm_elementwise(
-            f"{{ .reg .b32 t, u, v; prmt.b32 t, $1, 0, {16448 + 257 * (j % 8 // 2)}; shr.b32 t, t, {4 * (j % 2)};"
-            f" lop3.b32 t, t, 983055, 1124090624, 234; mov.b32 u, {(246 - 2 * (j % 8 % 3)) * 8388736};"
-            f" mov.b32 v, {(509 - 2 * (j % 8 % 3)) * 8388736}; fma.rn.bf16x2 $0, t, u, v; }}",
-            "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1,
+            "{ .reg .b32 t; shr.b32 t, $1, $2; and.b32 t, t, 15; mad.lo.u32 $0, t, 65537, 1124090624; }",
+            "=r,r,r", [word, 4 * index], dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
-    scale = ((word >> (4 * (j % 8))) & 15).to(tl.float32) * (6.646139978924579e35 * 0.25 ** (j % 8 % 3))
+    return (((word >> (4 * index)) & 15) + 128).to(tl.float32).to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
+
+
+@triton.jit
+def nibble_factor(raised, FIELD: tl.constexpr, ASM: tl.constexpr):
+    """(raised - 128) * 2^(119 - 2 (FIELD % 3)), raised from `nibble_raised`."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            f"{{ .reg .b32 u, v; mov.b32 u, {(246 - 2 * (FIELD % 3)) * 8388736};"
+            f" mov.b32 v, {(509 - 2 * (FIELD % 3)) * 8388736}; fma.rn.bf16x2 $0, $1, u, v; }}",
+            "=r,r", [raised], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    scale = raised.to(tl.int16).to(tl.bfloat16, bitcast=True).to(tl.float32) - 128.0
+    scale = scale * 4.153837486827862e34 * (16.0 if FIELD % 3 == 0 else 4.0 if FIELD % 3 == 1 else 1.0)
     return scale.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
+
+
+@triton.jit
+def code_tiles(
+    low, high, factor, chunk: tl.constexpr, CODE: tl.constexpr, COUNT: tl.constexpr, LOW_BITS: tl.constexpr,
+    HIGH_BITS: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Codes of COUNT consecutive operands from operand `chunk` of a step on, a tuple of bfloat16 tensors in the shape
+    of the planes' words. low, high: the planes' words of the step; factor: of the group, where tiles hold scaled codes
+    (for codes of two bits what `nibble_raised` gives).
+    """
+    PER: tl.constexpr = 16 // LOW_BITS
+    PER_HIGH: tl.constexpr = 16 // (HIGH_BITS if HIGH_BITS > 0 else 16)
+    found = ()
+    if CODE == NIBBLE_LEVELS:
+        # Operands 0, 1, 2, 3 of a word stand at nibbles 0, 2, 1, 3.
+        found = levels(low[chunk // 4], chunk % 4 // 2, ASM)
+    elif CODE == NIBBLE_E2M1:
+        found = e2m1(low[chunk // 4], chunk % 4 // 2, ASM)
+    else:
+        # Fields are computed where they are used: a name would make run-time numbers of them.
+        for i in tl.static_range(COUNT):
+            c = low[(chunk + i) // PER]
+            if HIGH_BITS > 0:
+                tile = word_fields(
+                    c, high[(chunk + i) // PER_HIGH], LOW_BITS * ((chunk + i) % PER), (1 << LOW_BITS) - 1,
+                    HIGH_BITS * ((chunk + i) % PER_HIGH), (1 << HIGH_BITS) - 1, LOW_BITS, BIAS, ASM,
+                )  # fmt: skip
+            elif CODE == WORD_E2M1:
+                tile = word_e2m1(c, factor, (chunk + i) % PER, ASM)
+            elif CODE == SCALED_TWO_BITS:
+                unit = nibble_factor(factor, (chunk + i) % PER, ASM)
+                tile = scaled_two_bits(c, unit, (chunk + i) % PER, ASM)
+            elif CODE == SIGNED_BYTE:
+                tile = signed_byte(c, (chunk + i) % PER, ASM)
+            elif CODE == FLOAT8:
+                tile = float8(c, (chunk + i) % PER, ASM)
+            else:
+                tile = word_field(c, LOW_BITS * ((chunk + i) % PER), (1 << LOW_BITS) - 1, BIAS, ASM)
+            found = found + (tile,)
+    return found

@@ -1,0 +1,261 @@
+"""Kernels around the matrix product: decoded rows, rows sorted by expert, sums of slots, x laid out for the product."""
+# ruff: noqa: RUF005 (kernels know no starred expressions)
+# mypy: disable-error-code=assignment
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+from slimserve.ops.triton.linear_kernel import load_x, multiply
+from slimserve.ops.triton.tiles import (
+    GRID,
+    GRID_PAIRS,
+    PLAIN,
+    SCALE_E4M3,
+    SCALE_K2,
+    SCALE_NONE,
+    SCALED_TWO_BITS,
+    WORD_E2M1,
+    code_tiles,
+    group_factor,
+    group_scale,
+    load_operands,
+    minimum_unit,
+    nibble_raised,
+    place_of,
+    row_words,
+    step_unit,
+)
+from slimserve.ops.triton.tiles_grid import grid_tile, plain_pairs
+
+
+@triton.jit
+def load_rows(ptr, step, n, tiles, COUNT: tl.constexpr):
+    """COUNT fragments of a step as a tuple of words [BN, 16] of rows n: places 0..15 of an operand."""
+    k = tl.arange(0, 16)
+    lane = (n % 8)[:, None] * 4 + (k // 2 % 4)[None, :]
+    inside = lane * 8 + (k // 8 * 4 + k % 2)[None, :] + (n % 16 // 8 * 2)[:, None]
+    tile = (tl.cast(step, tl.int64) * tiles + n // 16) * COUNT
+    found = ()
+    for i in tl.static_range(COUNT):
+        found = found + (tl.load(ptr + (tile + i)[:, None] * 256 + inside),)
+    return found
+
+
+@triton.jit(do_not_specialize=["num_ids", "num_steps", "tiles"])
+def embedding_kernel(
+    ids_ptr, c0_ptr, c1_ptr, minima_ptr, words_ptr, table_ptr, row_scale_ptr, block_scale_ptr, out_ptr,
+    num_ids, rows, tiles, width, num_steps,
+    CODE: tl.constexpr, SCALE: tl.constexpr, KD: tl.constexpr, STEP: tl.constexpr, LOW_BITS: tl.constexpr,
+    HIGH_BITS: tl.constexpr, BIAS: tl.constexpr, WORDS: tl.constexpr, GRID_ROW: tl.constexpr, GRID_HIGH: tl.constexpr,
+    GRID_DELTA: tl.constexpr, OFFSETS: tl.constexpr, MINIMA: tl.constexpr, ROW_SCALE: tl.constexpr,
+    BLOCK_SCALE: tl.constexpr, ASM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Decode rows ids [T] of a weight to out [T, K]: the decoders of `linear_kernel`, at rows that a list names."""
+    OPERANDS: tl.constexpr = KD // 16
+    FIELDS_HELD: tl.constexpr = CODE != PLAIN and CODE != GRID and CODE != GRID_PAIRS
+    raiser = 0x4B000000 | (num_steps >> 31)
+    at = tl.program_id(0) * BN + tl.arange(0, BN)
+    live = at < num_ids
+    n = tl.load(ids_ptr + at, mask=live, other=0).to(tl.int32)
+    n = tl.minimum(tl.maximum(n, 0), rows - 1)
+    step = tl.program_id(1)
+    k16 = tl.arange(0, 16)
+    q = (k16 // 2 % 4)[None, :]
+    low = ()
+    high = ()
+    words = ()
+    if CODE == GRID:
+        for i in tl.static_range(1 + STEP // KD // 8):
+            words = words + (tl.load(words_ptr + (step.to(tl.int64) * WORDS + i) * rows + n),)
+    else:
+        words = row_words(words_ptr, step, n, rows, WORDS)
+    if FIELDS_HELD:
+        low = load_rows(c0_ptr, step, n, tiles, STEP * LOW_BITS // 256)
+        if HIGH_BITS > 0:
+            high = load_rows(c1_ptr, step, n, tiles, STEP * HIGH_BITS // 256)
+    for j in tl.static_range(STEP // KD):
+        if not FIELDS_HELD:
+            column = step * STEP + j * KD + place_of(tl.arange(0, KD), KD)
+            if CODE == PLAIN:
+                inside = (column < width)[None, :]
+                value = tl.load(c0_ptr + n.to(tl.int64)[:, None] * width + column[None, :], mask=inside, other=0.0)
+            elif CODE == GRID:
+                value = grid_tile(
+                    words_ptr, table_ptr, step, j, n, column % KD, rows, KD, WORDS, STEP // KD, GRID_ROW, GRID_HIGH,
+                    GRID_DELTA, ASM,
+                )  # fmt: skip
+            else:
+                value = plain_pairs(c0_ptr, table_ptr, step, j, n, tl.arange(0, KD), tiles, STEP // 128)
+            values = (value,)
+        else:
+            factor = q
+            if CODE == WORD_E2M1:
+                word = tl.broadcast_to(words[j][:, None], (BN, 16))
+                factor = group_factor(word, tl.broadcast_to(q, (BN, 16)), ASM)
+            elif CODE == SCALED_TWO_BITS:
+                word = tl.broadcast_to(words[1 + j // 2][:, None], (BN, 16))
+                factor = nibble_raised(word, tl.broadcast_to(q + 4 * (j % 2), (BN, 16)), ASM)
+            values = code_tiles(low, high, factor, j * OPERANDS, CODE, OPERANDS, LOW_BITS, HIGH_BITS, BIAS, ASM)
+        for i in tl.static_range(OPERANDS if FIELDS_HELD else 1):
+            value = values[i].to(tl.float32)
+            if not FIELDS_HELD:
+                column = step * STEP + j * KD + place_of(tl.arange(0, KD), KD)
+            else:
+                column = step * STEP + j * KD + place_of(16 * i + k16, KD)
+            if SCALE == SCALE_K2:
+                value = value * step_unit(words)[:, None]
+            elif (SCALE != SCALE_NONE) and (SCALE != SCALE_E4M3):
+                scale, offset = group_scale(words, j, raiser, SCALE, BIAS, ASM)
+                value = value * scale[:, None]
+                if OFFSETS:
+                    value = value + offset[:, None]
+            if MINIMA > 0:
+                BITS: tl.constexpr = 4 if MINIMA == 16 else 8
+                place = column % STEP // (STEP // MINIMA) + (0 if MINIMA == 16 else 8 * (step // 2 % 2))
+                inside = (n % 8 * 32)[:, None] + (place % 8 // 2 * 8 + place // 8 * 4 + place % 2)[None, :]
+                inside += (n % 16 // 8 * 2)[:, None]
+                word = tl.load(minima_ptr + ((step // 4).to(tl.int64) * tiles + n // 16)[:, None] * 256 + inside)
+                minimum = (word.to(tl.int32) >> (BITS * (step % (16 // BITS)))) & ((1 << BITS) - 1)
+                value = value + minimum.to(tl.float32) * minimum_unit(words)[:, None]
+            if BLOCK_SCALE:
+                value = value * tl.load(block_scale_ptr + (n // 128) * num_steps + step)[:, None]
+            if ROW_SCALE:
+                value = value * tl.load(row_scale_ptr + n)[:, None]
+            place = at.to(tl.int64)[:, None] * width + column[None, :]
+            mask = live[:, None] & (column < width)[None, :]
+            tl.store(out_ptr + place, value.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["pairs", "num_tiles", "num_experts"])
+def group_kernel(
+    ids_ptr, tile_group_ptr, tile_first_ptr, tile_count_ptr, order_ptr, pairs, num_tiles, num_experts,
+    COLUMNS: tl.constexpr, PAIRS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Sort up to PAIRS pairs by expert, one program: every pair counts those before it (see `experts.group_rows`)."""
+    if OVERLAP:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
+    place = tl.arange(0, PAIRS)
+    expert = tl.load(ids_ptr + place, mask=place < pairs, other=num_experts).to(tl.int32)
+    # The same list along the other axis; spare places sort behind every expert.
+    other = tl.load(ids_ptr + place, mask=place < pairs, other=num_experts).to(tl.int32)
+    same = expert[:, None] == other[None, :]
+    before = (expert[:, None] > other[None, :]).to(tl.int32)
+    first = tl.sum(before, axis=1)
+    rank = tl.sum((same & (place[None, :] < place[:, None])).to(tl.int32), axis=1)
+    rank_of_other = tl.sum((same & (place[:, None] < place[None, :])).to(tl.int32), axis=0)
+    size = tl.sum(same.to(tl.int32), axis=1)
+    heads = (rank_of_other % COLUMNS == 0) & (other < num_experts)
+    tile = tl.sum(before * heads.to(tl.int32)[None, :], axis=1) + rank // COLUMNS
+    live = place < pairs
+    tl.store(order_ptr + first + rank, place, mask=live)
+    head = live & (rank % COLUMNS == 0)
+    tl.store(tile_group_ptr + tile, expert, mask=head)
+    tl.store(tile_first_ptr + tile, first + rank, mask=head)
+    tl.store(tile_count_ptr + tile, tl.minimum(size - rank, COLUMNS), mask=head)
+    used = tl.sum(heads.to(tl.int32), axis=0)
+    spare = used + place
+    tl.store(tile_count_ptr + spare, tl.zeros_like(place), mask=spare < num_tiles)
+
+
+@triton.jit
+def combine_kernel(
+    parts_ptr, weights_ptr, out_ptr, width, SLOTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """out [T, H] = sum over slots, in order, of weights [T, SLOTS] * parts [T, SLOTS, H]."""
+    if OVERLAP:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < width
+    total = tl.zeros((BLOCK,), tl.float32)
+    for slot in tl.static_range(SLOTS):
+        weight = tl.load(weights_ptr + row * SLOTS + slot)
+        part = tl.load(parts_ptr + (row * SLOTS + slot) * width + at, mask=mask, other=0.0)
+        total = tl.fma(part, tl.full((BLOCK,), 1.0, tl.float32) * weight, total)
+    tl.store(out_ptr + row * width + at, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_x"])
+def split_rows_kernel(
+    x_ptr, planes_ptr, num_x, width, padded, stride_x,
+    PARTS: tl.constexpr, ORDER: tl.constexpr, OVERLAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Cut x [M, K] into PARTS bfloat16 planes that sum to it (smallest first); with ORDER > 0, elements stand in the
+    order of a right operand of so many."""
+    if OVERLAP:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    source = at
+    if ORDER > 0:
+        source = at // ORDER * ORDER + place_of(at % ORDER, ORDER)
+    size = tl.cast(num_x, tl.int64) * padded
+    rest = tl.load(x_ptr + row * stride_x + source, mask=source < width, other=0.0).to(tl.float32)
+    for p in tl.static_range(PARTS):
+        piece = rest.to(tl.bfloat16)
+        rest = rest - piece.to(tl.float32)
+        tl.store(planes_ptr + (PARTS - 1 - p) * size + row * padded + at, piece, mask=at < padded)
+
+
+@triton.jit
+def _group_tile(j, KD: tl.constexpr, GROUPS: tl.constexpr):
+    """A left operand [16, 16] with ones where the group of the element is the row: its product with x adds to the sums
+    of groups. Operands of a dot of 64 hold elements of four groups of 16, those of a dot of 32 of one group, whose sum
+    rows r and r + 8 take."""
+    k = tl.arange(0, 16)[None, :]
+    row = tl.arange(0, 16)[:, None]
+    if KD == 64:
+        kept = row == 4 * j + k // 2 % 4
+    else:
+        kept = (row % GROUPS + 0 * k) == j
+    return tl.where(kept, 1.0, 0.0).to(tl.bfloat16)
+
+
+@triton.jit(do_not_specialize=["num_x", "num_steps", "x_end"])
+def group_sums_kernel(
+    x_ptr, sums_ptr, num_x, x_width, x_end, num_steps,
+    PARTS: tl.constexpr, KD: tl.constexpr, STEP: tl.constexpr, MINIMA: tl.constexpr, WIDE: tl.constexpr,
+    OVERLAP: tl.constexpr, UPCAST: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Sums of planes x [PARTS, M, x_width] over the groups of a step, as three bfloat16 planes that sum to them,
+    smallest first: [3, M, steps, 16], in the order of a right operand or (narrow form) as `load_operands` reads them.
+
+    Added by products with ones, so that both forms have the same bits."""
+    if OVERLAP:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    live = m < num_x
+    m = tl.minimum(m, num_x - 1)
+    step = tl.program_id(1)
+    sums = tl.zeros((16, BM), tl.float32)
+    for j in tl.static_range(STEP // KD):
+        groups = _group_tile(j, KD, MINIMA)
+        first = step * STEP + j * KD
+        for p in tl.static_range(PARTS):
+            plane = x_ptr + p * tl.cast(num_x, tl.int64) * x_width
+            if WIDE:
+                for i in tl.static_range(KD // 16):
+                    sums = multiply(groups, load_x(plane, m, x_width, first + 16 * i, 16), sums, UPCAST)
+            else:
+                xs = load_operands(plane, m, x_width, first, x_end, BM, KD, True)
+                for i in tl.static_range(KD // 16):
+                    sums = multiply(groups, xs[i], sums, UPCAST)
+    k = tl.arange(0, 16)
+    place = k
+    if not WIDE:
+        place = k // 2 % 4 * 4 + k // 8 * 2 + k % 2
+    target = (m.to(tl.int64) * num_steps + step)[None, :] * 16 + place[:, None]
+    size = tl.cast(num_x, tl.int64) * num_steps * 16
+    high = sums.to(tl.bfloat16)
+    rest = sums - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    tl.store(sums_ptr + 2 * size + target, high, mask=live[None, :])
+    tl.store(sums_ptr + size + target, middle, mask=live[None, :])
+    tl.store(sums_ptr + target, (rest - middle.to(tl.float32)).to(tl.bfloat16), mask=live[None, :])
