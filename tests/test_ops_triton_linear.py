@@ -177,7 +177,7 @@ def test_every_format_of_the_kernel_is_tested() -> None:
     assert set(TILE_FORMATS) == set(FORMATS)
 
 
-@pytest.mark.parametrize("name", ["Q6_K", "Q4_1", "NVFP4", "F8_E4M3", "BF16", "IQ3_S"])
+@pytest.mark.parametrize("name", ["Q6_K", "Q4_K", "Q2_K", "Q4_1", "NVFP4", "F8_E4M3", "BF16", "IQ3_S", "IQ2_XXS"])
 def test_embedding_rows_are_the_decoded_rows(name: str) -> None:
     torch.manual_seed(9)
     weight = random_weight(name, 37, 256)

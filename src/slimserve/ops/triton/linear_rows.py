@@ -55,6 +55,7 @@ def embedding_kernel(
 ):  # fmt: skip
     """Decode rows ids [T] of a weight to out [T, K]: the decoders of `linear_kernel`, at rows that a list names."""
     OPERANDS: tl.constexpr = KD // 16
+    BITS: tl.constexpr = 4 if MINIMA == 16 else 8
     FIELDS_HELD: tl.constexpr = CODE != PLAIN and CODE != GRID and CODE != GRID_PAIRS
     raiser = 0x4B000000 | (num_steps >> 31)
     at = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -113,7 +114,6 @@ def embedding_kernel(
                 if OFFSETS:
                     value = value + offset[:, None]
             if MINIMA > 0:
-                BITS: tl.constexpr = 4 if MINIMA == 16 else 8
                 place = column % STEP // (STEP // MINIMA) + (0 if MINIMA == 16 else 8 * (step // 2 % 2))
                 inside = (n % 8 * 32)[:, None] + (place % 8 // 2 * 8 + place // 8 * 4 + place % 2)[None, :]
                 inside += (n % 16 // 8 * 2)[:, None]
