@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import tiny_models
-from speculation_rig import make_engine
+from speculation_rig import ScriptedDrafter, make_engine, mixed_requests, said, serve
 
 from slimserve.cli.opening import EngineFlags
 from slimserve.engine.config import Acceptance, DrafterKind, EngineConfig, SchedulerConfig
 from slimserve.engine.loop import Engine
-from slimserve.engine.request import SamplingParams
+from slimserve.engine.request import Request, SamplingParams
 from slimserve.errors import UsageError
 from slimserve.hardware import Hardware
 from slimserve.measure.engine_counts import EngineCounts, drafting_words, total_counts
@@ -48,6 +50,31 @@ def test_a_request_opts_out(loaded: LoadedModel) -> None:
     complete(engine, 1, speculate=True)
     complete(engine, 1)
     assert engine.read_stats().num_drafted > 0
+
+
+class Failing(ScriptedDrafter):
+    """Right for three proposals, then broken."""
+
+    calls = 0
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[tuple[int, ...]]:
+        self.calls += 1
+        if self.calls > 3:
+            raise RuntimeError("no memory left for drafts")
+        return super().propose(requests, limits)
+
+
+def test_a_drafter_that_fails_costs_its_drafts_and_nothing_else(
+    loaded: LoadedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    requests = mixed_requests(6, loaded.model.config.vocab_size)
+    plain = serve(make_engine(loaded), requests)
+    expected = {name: reply.token_ids for name, reply in plain.items()}
+    drafter = Failing(expected, 1.0)
+    with caplog.at_level(logging.ERROR):
+        drafted = serve(make_engine(loaded, drafter=drafter), requests)
+    assert said(drafted) == said(plain)
+    assert drafter.calls == 4 and "nothing is drafted from here on" in caplog.text
 
 
 def test_metrics_tell_steps_and_acceptance_apart(loaded: LoadedModel) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from slimserve.cache.manager import CacheManager
+from slimserve.engine.request import Request
 from slimserve.engine.speculate.contract import Drafter
 from slimserve.engine.speculate.control import SpeculationControl
 from slimserve.engine.step import Row
+
+logger = logging.getLogger("slimserve.engine")
 
 
 class DraftPlanner:
@@ -24,11 +29,12 @@ class DraftPlanner:
         self._control = control
         self.seconds = 0.0
         """What the drafter took in the last step."""
+        self._failed = False
 
     def extend(self, rows: dict[int, Row]) -> None:
         """Give drafts to rows of one token each, in place."""
         self.seconds = 0.0
-        limit = self._control.draft_length(len(rows)) if rows else 0
+        limit = self._control.draft_length(len(rows)) if rows and not self._failed else 0
         if not limit:
             return
         wanted: list[tuple[int, Row, int]] = []
@@ -39,7 +45,7 @@ class DraftPlanner:
         if not wanted:
             return
         started = time.perf_counter()
-        drafts = self._drafter.propose([row.request for _, row, _ in wanted], [count for _, _, count in wanted])
+        drafts = self._propose([row.request for _, row, _ in wanted], [count for _, _, count in wanted])
         self.seconds = time.perf_counter() - started
         for (serial, row, count), draft in zip(wanted, drafts, strict=True):
             if len(draft) < count:
@@ -48,6 +54,15 @@ class DraftPlanner:
                 rows[serial] = replace(
                     row, token_ids=(*row.token_ids, *draft), draft=tuple(draft), num_logits=1 + len(draft)
                 )
+
+    def _propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Sequence[tuple[int, ...]]:
+        try:
+            return self._drafter.propose(requests, limits)
+        except Exception:
+            # Nobody needs drafts: the requests go on without, and so does every later step.
+            logger.exception("the drafter failed; nothing is drafted from here on")
+            self._failed = True
+            return [()] * len(requests)
 
     def _room(self, row: Row) -> int:
         """Drafts that could still be of use: a reply ends at max_tokens and at the longest sequence."""
