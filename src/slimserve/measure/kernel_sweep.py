@@ -78,6 +78,7 @@ def compile_tiles(name: str, rows: int) -> None:
     served = TritonLinear(random_packed(name, (1024, 8192), device), device, NumericsConfig())
     served.segments = linear.Segments(8, -(-served.weight.steps // 8))
     x = torch.randn(rows, 8192, device=device).bfloat16()
+    launching.OVERLAP = True
     for tile in TILES[rows]:
         try:
             served.run(x, torch.empty(rows, 1024, device=device), tile)

@@ -35,8 +35,9 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 inline assembly: kernels then widen operands first and take the plain form of their bit tricks."""
 
 
-OVERLAP = True
-"""Whether kernels that can may begin before the kernels ahead of them end; a measurement turns it off to compare."""
+OVERLAP = False
+"""Whether kernels that can may begin before the kernels ahead of them end (programmatic dependent launch). Off until a
+device has shown that it pays and that recorded graphs keep their bits; `measure.kernel_sweep` times both."""
 
 
 @functools.cache
