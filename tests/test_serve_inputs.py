@@ -335,6 +335,21 @@ def test_a_key_is_asked_for_where_one_is_set() -> None:
         assert httpx.get(locked.url + "/health").status_code == 200
 
 
+def test_a_page_of_another_origin_needs_a_key(server: Harness) -> None:
+    place = server.url.partition("://")[2]
+    for origin in ("http://evil.example", "https://localhost.evil.example:80", "http://127.0.0.1.evil.example"):
+        error = refused(httpx.post(server.url + PLAIN, json=plain_body(), headers={"origin": origin}), None, 403)
+        assert error["code"] == "foreign_origin"
+        assert httpx.get(server.url + "/v1/models", headers={"origin": origin}).status_code == 200
+    for origin in (f"http://{place}", "http://localhost:3000", "http://[::1]:5173", "app://notes", "null"):
+        reply = httpx.post(server.url + PLAIN, json=plain_body(), headers={"origin": origin}, timeout=60)
+        assert reply.status_code == 200, origin
+    with harness(api_key="sesame") as locked:
+        headers = {"origin": "http://evil.example", "authorization": "Bearer sesame"}
+        reply = httpx.post(locked.url + PLAIN, json=plain_body(), headers=headers, timeout=60)
+        assert reply.status_code == 200
+
+
 def test_the_engines_own_refusal_reaches_the_client(server: Harness) -> None:
     for stream in (False, True):
         error = refused(post(server, PLAIN, plain_body(prompt="refuse!", stream=stream)), "prompt")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -149,8 +150,11 @@ async def _any_error(_: Request, error: Exception) -> Response:
     return json_response(body, status)
 
 
+_LOCAL_PAGE = re.compile(rb"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?")
+
+
 class _Door:
-    """Outermost layer: the key, and a request id on every reply (the client's own, if it sent a decent one)."""
+    """Outermost layer: key, origin, and a request id on every reply (the client's own, if it sent a decent one)."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app = app
@@ -172,6 +176,12 @@ class _Door:
             body = error_object("a valid API key is needed", status=401, code="invalid_api_key")
             await json_response(body, 401, {"www-authenticate": "Bearer"})(scope, receive, send_with_id)
             return
+        if self._is_foreign_page(scope["method"], headers):
+            body = error_object(
+                "a web page of another origin may not use a server without a key", status=403, code="foreign_origin"
+            )
+            await json_response(body, 403)(scope, receive, send_with_id)
+            return
         await self._app(scope, receive, send_with_id)
 
     def _may_enter(self, path: str, authorization: bytes) -> bool:
@@ -180,6 +190,17 @@ class _Door:
             return True
         scheme, _, given = authorization.partition(b" ")
         return scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), key.encode())
+
+    def _is_foreign_page(self, method: str, headers: dict[bytes, bytes]) -> bool:
+        """Whether a browser sends this for a page that did not come from here.
+
+        No reply of this server lets such a page read it, but a plain form could still keep the engine busy.
+        """
+        origin = headers.get(b"origin", b"").lower()
+        if method != "POST" or self._state.api_key is not None or not origin.startswith((b"http://", b"https://")):
+            return False  # no page, or one of an application on this machine
+        place = origin.partition(b"://")[2]
+        return place != headers.get(b"host", b"").lower() and _LOCAL_PAGE.fullmatch(place) is None
 
     @staticmethod
     def _request_id(given: bytes) -> bytes:
