@@ -35,7 +35,7 @@ lint: install-test
 
 # On a machine with a CUDA device whose python already has torch and triton; only the files that hold such tests are
 # collected, so that what other tests import need not be there. PYTEST_ARGS="-n 12" compiles kernels in parallel.
-GPU_TESTS ?= $(shell grep -l "mark.gpu\|triton_marks" tests/test_*.py)
+GPU_TESTS ?= $(shell grep -l "mark.gpu\|triton_marks\|on_devices" tests/test_*.py)
 gpu-test:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -q $(PYTEST_ARGS) $(GPU_TESTS)
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from slimserve.weights.loader import LoadedModel
+from slimserve.weights.loader import LoadedModel, load_model
 from slimserve.weights.source import Container, open_source
 from slimserve.weights.tokenizer import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf
 
@@ -46,6 +48,21 @@ def any_form(name: str) -> Path:
     if (WHOLE / name / "config.json").exists():
         return WHOLE / name
     return packaged(name)
+
+
+def on_devices(names: Iterable[str]) -> list[Any]:
+    """Parameters (name, device) for a fixture: each checkpoint on the CPU and, marked gpu, on a CUDA device."""
+    pairs = [(name, device) for device in ("cpu", "cuda") for name in names]
+    return [
+        pytest.param(pair, id="-".join(pair), marks=[pytest.mark.gpu] if pair[1] == "cuda" else []) for pair in pairs
+    ]  # `mark.gpu` makes files with these parameters part of `make gpu-test`
+
+
+def load_on(name: str, device: str) -> LoadedModel:
+    """A checkpoint on a device in whatever form is here; skips without the device."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
+    return load_model(any_form(name), device=device)
 
 
 def reference(name: str) -> list[dict[str, Any]]:

@@ -51,15 +51,15 @@ class Disagreement:
     own_margin: float
 
 
-def teacher_forced(model: Model, case: dict[str, Any], kv_dtype: torch.dtype) -> torch.Tensor:
+def teacher_forced(model: Model, case: dict[str, Any], kv_dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
     """Log probabilities [48, V] of the steps whose tokens the record holds, from one prefill."""
     prompt, output = case["prompt_token_ids"], case["output_token_ids"]
-    driver = StepDriver(model, kv_dtype=kv_dtype, num_pages=16)
+    driver = StepDriver(model, kv_dtype=kv_dtype, num_pages=16, device=device)
     step = driver.input([(driver.new(), prompt + output[:-1])])
     with torch.inference_mode():
         hidden = model(step, driver.caches)
         logits = model.logits(hidden[len(prompt) - 1 :].contiguous())
-    return torch.log_softmax(logits.double(), dim=-1)
+    return torch.log_softmax(logits.double(), dim=-1).cpu()
 
 
 def compare(

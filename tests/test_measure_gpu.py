@@ -42,6 +42,7 @@ def test_every_stage_on_a_tiny_model(name: str, tmp_path: Path, capsys: pytest.C
     bench.decode(engine, (1, 2, 4), steps=9, seconds=20.0)
     bench.prefill(engine)
     bench.check_replies(engine, steps=9, seconds=20.0)
+    bench.verify(engine.config, 3)
     done = longest_requests(engine, 2, 200)
     assert done["requests"] == 2 and done["context"] == 200
     report: dict[str, Any] = json.loads((tmp_path / "report.json").read_text())
@@ -50,6 +51,9 @@ def test_every_stage_on_a_tiny_model(name: str, tmp_path: Path, capsys: pytest.C
     assert all(0 < row["share"] < 1 and row["steps"] == 9 for row in report["decode"])
     assert report["decode"][1]["cached_tokens"] == 128 and report["decode"][0]["cached_tokens"] == 0
     assert report["replies"]["differing"] == []
+    verified = report["verify"]
+    assert verified["equal"] and 0 < verified["accepted"] < verified["drafted"]
+    assert verified["most"] > 1.1 and verified["ratio"] > 0 and len(verified["verifying_ms"]) > 10
     assert report["replies"]["least_share_of_distinct_tokens"] > 0.5
     assert report["prefill"]["100"]["tokens_per_second"] > 0
     assert "synthetic weights" in capsys.readouterr().out

@@ -41,6 +41,23 @@ def test_agrees_with_recorded_llama_cpp(profile: str) -> None:
     assert difference < 0.06
 
 
+@pytest.mark.gpu
+def test_agrees_on_a_device() -> None:
+    """SmolLM2 by the device's kernels, bf16 activations and cache, against the same record and bounds."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
+    profile = "smollm2-135m"
+    cases = recorded_cases(profile)
+    model = load_model(model_file(profile), device="cuda").model
+    steps, disagreements, difference = compare(cases, lambda case: teacher_forced(model, case, torch.bfloat16, "cuda"))
+    print(f"{profile}: {steps - len(disagreements)} of {steps} agree, mean difference {difference:.4f} nat")
+    for entry in disagreements:
+        print(f"  {entry}")
+    assert (steps - len(disagreements)) / steps >= LEAST_AGREEMENT[profile]
+    assert all(entry.recorded_margin < LARGEST_MARGIN for entry in disagreements)
+    assert difference < 0.06
+
+
 QUICK_CASES = 4
 """Cases that the float32 oracle sees in every run; all of them run with -m slow."""
 

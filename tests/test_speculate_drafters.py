@@ -7,14 +7,14 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import nano_models
 import pytest
 import tiny_dflash2
 from speculation_rig import Reply, ScriptedDrafter, make_engine, mixed_requests, said, serve
-from tiny_mtp import NANO
 
 from slimserve.engine.config import DrafterKind
 from slimserve.engine.loop import Engine
-from slimserve.engine.request import Request
+from slimserve.engine.request import Request, SamplingParams
 from slimserve.models.dflash2 import DFlash2Model
 from slimserve.weights.loader import LoadedModel, load_model
 
@@ -22,25 +22,30 @@ VOCAB, COUNT, LENGTH = 4096, 32, 14
 KINDS = (DrafterKind.LOOKUP, DrafterKind.DFLASH2)
 
 
-@pytest.fixture(scope="module", params=["nano-qwen3_5", "nano-glm5-next"])
+@pytest.fixture(scope="module", params=nano_models.on_devices((nano_models.QWEN, nano_models.GLM)))
 def trained(request: pytest.FixtureRequest) -> LoadedModel:
-    if not (NANO / request.param).exists():
-        pytest.skip(f"the trained checkpoint {request.param} is not beside the checkout")
-    return load_model(NANO / request.param)
+    return nano_models.load_on(*request.param)
+
+
+def requests_for_all() -> list[Request]:
+    """Mixed ones, the last of which says two tokens only, so that its text repeats itself whatever the weights are."""
+    *requests, last = mixed_requests(COUNT, VOCAB, LENGTH)
+    few = SamplingParams(temperature=0.0, allowed_token_ids=(50, 51))
+    return [*requests, Request(last.request_id, last.prompt_token_ids, few, 2 * LENGTH, ignore_eos=True)]
 
 
 @pytest.fixture(scope="module")
 def plain(trained: LoadedModel) -> dict[str, Reply]:
-    return serve(make_engine(trained, prefix_caching=False), mixed_requests(COUNT, VOCAB, LENGTH))
+    return serve(make_engine(trained, prefix_caching=False), requests_for_all())
 
 
 @pytest.fixture(scope="module")
-def block_drafter(tmp_path_factory: pytest.TempPathFactory) -> DFlash2Model:
+def block_drafter(trained: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> DFlash2Model:
     """A random one of the nano models' size: it reads their layers and is nearly always wrong."""
     config: dict[str, Any] = copy.deepcopy(tiny_dflash2.CONFIG) | {"vocab_size": VOCAB, "hidden_size": 256}
     config["dflash_config"]["mask_token_id"] = 3
     folder = tiny_dflash2.save_folder(tmp_path_factory.mktemp("drafter"), tiny_dflash2.tensors(config), config)
-    model = load_model(folder, drafter=True).model
+    model = load_model(folder, device=str(trained.device), drafter=True).model
     assert isinstance(model, DFlash2Model)
     return model
 
@@ -83,7 +88,7 @@ def test_on_equals_off_among_32(
 ) -> None:
     engine, helped = drafting(trained, kind, block_drafter, plain, prefix_caching=prefix_caching)
     for turn in range(1 + prefix_caching):
-        found = serve(engine, mixed_requests(COUNT, VOCAB, LENGTH))
+        found = serve(engine, requests_for_all())
         assert said(found) == said(plain), f"turn {turn}"
         assert sum(reply.num_cached for reply in found.values()) >= 1500 * turn
     counters = engine.scheduler.counters
@@ -99,7 +104,7 @@ def test_on_equals_off_alone_and_preempted(
     trained: LoadedModel, plain: dict[str, Reply], block_drafter: DFlash2Model, kind: DrafterKind
 ) -> None:
     rng = random.Random(5)
-    requests = mixed_requests(COUNT, VOCAB, LENGTH)
+    requests = requests_for_all()
     engine, _ = drafting(trained, kind, block_drafter, plain)
     for i in (0, 3, 5, 14):
         assert serve(engine, [requests[i]])[f"r{i}"].said == plain[f"r{i}"].said, f"request {i}"

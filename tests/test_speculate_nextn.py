@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import nano_models
 import pytest
 import torch
 from speculation_rig import (
@@ -37,9 +38,9 @@ def nano(name: str, numerics: NumericsConfig | None = None) -> LoadedModel:
     return load_model(NANO / name, numerics=numerics)
 
 
-@pytest.fixture(scope="module", params=NANO_NAMES)
+@pytest.fixture(scope="module", params=nano_models.on_devices(NANO_NAMES))
 def trained(request: pytest.FixtureRequest) -> LoadedModel:
-    return nano(request.param)
+    return nano_models.load_on(*request.param)
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,9 @@ at real width) run in parallel processes, so that kernels are compiled once, on 
 Per profile: load; planned and measured memory of the recorded shape; steady decode at every number of streams (1,000
 random prompt ids; prompts come from the prefix cache after the first, widest run; the rate counts steps in which all
 streams decode) with the floor of the same step; time to the first token at 1,000 and prefill at 8,192; replies equal
-for every number of streams, cold and cached, with and without graphs; where the time of a step goes; then the memory of
-other shapes, each with requests of the longest length.
+for every number of streams, cold and cached, with and without graphs; where the time of a step goes; what a step costs
+that verifies drafts (forced ones, so that acceptance is known); then the memory of other shapes, each with requests of
+the longest length.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import argparse
 import gc
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -32,12 +34,13 @@ from typing import Any
 import torch
 
 from slimserve.cache.prefix import CacheIdentity
-from slimserve.engine.config import CacheDtype, EngineConfig
+from slimserve.engine.config import CacheDtype, DrafterKind, EngineConfig
 from slimserve.engine.loop import Engine
 from slimserve.engine.memory import MemoryProbe
 from slimserve.hardware import copy_bandwidth, detect
 from slimserve.measure.gpu_rates import (
     DecodeRun,
+    ForcedDrafts,
     decode_run,
     end_all,
     first_token_seconds,
@@ -45,6 +48,7 @@ from slimserve.measure.gpu_rates import (
     prompt_of,
     same_beginnings,
     start_streams,
+    verify_run,
 )
 from slimserve.models.contract import Role
 from slimserve.plan.compare import compare, comparison_lines
@@ -82,6 +86,13 @@ SHAPES: dict[str, tuple[Shape, ...]] = {
     "qwen38-nvfp4-1": (Shape("16,384 x 2 fp8", {"max_context": 16384, "max_sequences": 2, "kv_dtype": "fp8"}, 2),),
     "glm53f-q2-1": (Shape("8,192 x 2 bf16", {"max_context": 8192, "max_sequences": 2}, 2),),
 }
+
+
+DRAFTED = {"qwen35-4b": 3, "qwen38-nvfp4-1": 3, "glm53f-q2-1": 1}
+"""Tokens drafted by force, to see what a step costs that verifies them."""
+MOST_VERIFYING = 1.15
+"""Most that such a step may cost over a plain one, beside the experts that more rows touch."""
+VERIFIED_TOKENS = 96
 
 
 @dataclass(slots=True)
@@ -294,6 +305,32 @@ class Bench:
             total += elements
         return 2.0 * total * tokens
 
+    def verify(self, config: EngineConfig, drafted: int) -> None:
+        """What a step of one stream costs that verifies `drafted` tokens, beside a plain one; replies must be equal."""
+        assert self.loaded is not None
+        drafter = ForcedDrafts(drafted, self.loaded.model.config.vocab_size)
+        speculation = replace(config.speculation, drafter=DrafterKind.NONE, max_draft=drafted, measured=False)
+        engine = Engine(self.loaded.model, replace(config, speculation=speculation), drafter=drafter)
+        run = verify_run(engine, drafter, self.prompt_tokens, VERIFIED_TOKENS)
+        engine.close()
+        dtype = config.cache.dtype.torch
+        plain, wider = (
+            step_floor(self.description, rows, context=self.prompt_tokens, bandwidth=self.bandwidth, kv_dtype=dtype)
+            for rows in (1, 1 + drafted)
+        )
+        experts = wider.milliseconds / plain.milliseconds
+        self.sink.keep("verify", {
+            "rows": 1 + drafted, "ratio": run.ratio, "plain_ms": [1e3 * t for t in sorted(run.plain)],
+            "verifying_ms": [1e3 * t for t in sorted(run.verifying)], "equal": run.equal, "drafted": run.drafted,
+            "accepted": run.accepted, "bytes_ratio": experts, "most": MOST_VERIFYING * experts,
+        })  # fmt: skip
+        self.sink.say(
+            f"verify of {1 + drafted} rows, 1 stream: {1e3 * statistics.median(run.verifying):.2f} ms "
+            f"({len(run.verifying)} steps) over {1e3 * statistics.median(run.plain):.2f} ms ({len(run.plain)} steps) = "
+            f"{run.ratio:.3f}, bytes say {experts:.3f}; {run.accepted} of {run.drafted} accepted; replies "
+            f"{'equal' if run.equal else 'DIFFER'}"
+        )
+
     def traces(self, engine: Engine, streams: Sequence[int]) -> None:
         """Where the time of decode steps and of a prompt's steps goes."""
         from slimserve.measure.gpu_trace import Trace, trace_steps
@@ -333,9 +370,12 @@ def measure_profile(name: str, sink: Sink, streams: Sequence[int], steps: int, s
         engine = bench.engine(replace(config, graphs=False), plan, "recorded shape, no graphs")
     _stages(bench, engine, streams, steps, seconds, trace)
     del engine
+    if name in DRAFTED:
+        forget()
+        sink.stage("verify", 15, partial(measure_verify, bench, name, memory))
     for shape in SHAPES.get(name, ()):
         forget()
-        sink.stage(shape.label, 20, partial(measure_shape, bench, name, shape, memory))
+        sink.stage(shape.label, 12, partial(measure_shape, bench, name, shape, memory))
     sink.say("done")
 
 
@@ -364,6 +404,15 @@ def measure_shape(bench: Bench, name: str, shape: Shape, memory: DeviceMemory) -
     bench.sink.keep(f"{shape.label}: longest", done)
     bench.sink.say(f"{shape.label}: {done}")
     engine.close()
+
+
+def measure_verify(bench: Bench, name: str, memory: DeviceMemory) -> None:
+    """A small configuration of the profile that drafts by force."""
+    resolved = resolve(name, device="cuda", flags={"max_context": 4096, "max_sequences": 1})
+    plan = plan_profile(resolved, memory)
+    if plan.cache is None:
+        raise plan.refusal(name)
+    bench.verify(resolved.engine_config(plan.cache.budget_bytes), DRAFTED[name])
 
 
 def forget() -> None:

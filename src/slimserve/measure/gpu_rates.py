@@ -192,6 +192,85 @@ def longest_requests(engine: Engine, count: int, context: int, *, reply: int = 8
     }  # fmt: skip
 
 
+class ForcedDrafts:
+    """A drafter with a fixed pattern: of `length` tokens 0, 1, .. `length` and again 0 are the reply's own, the others
+    are not. `reply` is what plain decoding says; empty: nothing is drafted."""
+
+    def __init__(self, length: int, vocab_size: int) -> None:
+        self.reply: list[int] = []
+        self._length, self._vocab_size, self._turn = length, vocab_size, 0
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[tuple[int, ...]]:
+        """See Drafter."""
+        return [self._propose(request, limit) for request, limit in zip(requests, limits, strict=True)]
+
+    def _propose(self, request: Request, limit: int) -> tuple[int, ...]:
+        done = len(request.output_token_ids)
+        coming = self.reply[done : done + min(self._length, limit)]
+        right = self._turn % (self._length + 1)
+        self._turn += 1
+        return tuple(token if place < right else (token + 1) % self._vocab_size for place, token in enumerate(coming))
+
+    def release(self, request_id: str) -> None:
+        """Nothing is kept."""
+
+
+@dataclass(slots=True)
+class VerifyRun:
+    """Seconds of plain steps (before and after) and of steps that verify drafts, of one stream; whether all three
+    replies are equal, and how many drafted tokens were accepted."""
+
+    plain: list[float]
+    verifying: list[float]
+    equal: bool
+    drafted: int
+    accepted: int
+
+    @property
+    def ratio(self) -> float:
+        """Median of verifying steps over the median of plain ones."""
+        return statistics.median(self.verifying) / statistics.median(self.plain)
+
+
+def verify_run(engine: Engine, drafter: ForcedDrafts, prompt_length: int, tokens: int) -> VerifyRun:
+    """One stream's reply of `tokens`, plainly, with forced drafts, and plainly again, on an engine with `drafter`."""
+    counters = engine.scheduler.counters
+
+    def reply() -> tuple[list[int], list[float], list[float]]:
+        said: list[int] = []
+        plain: list[float] = []
+        verifying: list[float] = []
+        params = SamplingParams(**SAMPLING, seed=0)  # type: ignore[arg-type]
+        prompt = prompt_of(0, prompt_length, engine.model.config.vocab_size)
+        engine.submit(Request("verified", prompt, params, tokens, ignore_eos=True))
+        while engine.has_work:
+            drafted, begun = counters.drafted_tokens, bool(said)
+            synchronize(engine)
+            before = time.perf_counter()
+            outputs = engine.step()
+            seconds = time.perf_counter() - before
+            for output in outputs:
+                if output.error is not None:
+                    raise RuntimeError(output.error)
+                said += output.token_ids
+            if begun:
+                (plain if counters.drafted_tokens == drafted else verifying).append(seconds)
+        return said, plain, verifying
+
+    drafter.reply = []
+    expected, before, _ = reply()
+    drafter.reply = expected
+    reply()  # records the shape
+    drafted, accepted = counters.drafted_tokens, counters.accepted_tokens
+    found, _, verifying = reply()
+    drafted, accepted = counters.drafted_tokens - drafted, counters.accepted_tokens - accepted
+    drafter.reply = []
+    again, after, _ = reply()
+    equal = expected == found == again
+    # The last drafts of a reply are shorter, and the first plain steps record their shape.
+    return VerifyRun(before[WARM_STEPS:] + after[WARM_STEPS:], verifying[WARM_STEPS:-2], equal, drafted, accepted)
+
+
 def same_beginnings(runs: Sequence[DecodeRun]) -> list[str]:
     """Streams that said something else in another run: a stream's tokens depend on its prompt and seed alone."""
     seen: dict[int, list[int]] = {}

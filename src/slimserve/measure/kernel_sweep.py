@@ -36,16 +36,11 @@ from slimserve.ops.triton.linear import Tile, TritonLinear
 from slimserve.ops.triton.relayout import TileWeight
 
 TILES: dict[int, tuple[Tile, ...]] = {
-    1: (Tile(16, 8), Tile(16, 8, stages=0), Tile(16, 8, stages=3)),
-    16: (Tile(16, 16), Tile(16, 16, stages=0), Tile(64, 16, 4, True, 2)),
-    64: (
-        Tile(256, 64, 16, True, 2),
-        Tile(128, 64, 8, True, 2),
-        Tile(128, 64, 8, True, 3),
-        Tile(64, 64, 4, True, 2),
-        Tile(128, 64, 4, True, 2),
-        Tile(16, 64),
-    ),
+    1: (linear.NARROW,),
+    16: (Tile(16, 16), Tile(64, 16, 4, True, 2)),
+    32: (linear.WIDE_32, Tile(128, 32, 8, True, 2), Tile(64, 32, 4, True, 3)),
+    64: (linear.WIDE_64, linear.SHORT_64, Tile(128, 64, 4, True, 2), Tile(128, 64, 8, True, 3)),
+    512: (linear.WIDE_64, linear.SHORT_128, linear.SCALED_128, Tile(256, 64, 16, True, 2)),
 }
 """Tiles by the number of input rows that they are timed with."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform as platform_module
 import re
 import subprocess
@@ -231,7 +232,10 @@ def _versions() -> dict[str, str]:
 
 
 def revision() -> str:
-    """The git revision of the running code, marked where files differ from it; "unknown" where it is in no checkout."""
+    """The git revision of the running code, marked where files differ from it.
+
+    A copy that is in no checkout may be told its revision by $SLIMSERVE_REVISION, else it is "unknown".
+    """
     root = Path(__file__).resolve().parent
     try:
         subprocess.run(
@@ -246,7 +250,8 @@ def revision() -> str:
             cwd=root, capture_output=True, text=True, timeout=20, check=True,
         ).stdout.strip()  # fmt: skip
     except (OSError, subprocess.SubprocessError):
-        return "unknown"
+        stated = os.environ.get("SLIMSERVE_REVISION", "")
+        return f"{stated} as stated, in no checkout" if stated else "unknown"
     return f"{head}{CHANGED if changed else ''}"
 
 

@@ -49,14 +49,15 @@ def product_scratch(format_name: str, shape: tuple[int, ...], rows: int, *, grou
     fmt = find_format(format_name)
     if fmt is None or fmt.name not in TILE_FORMATS:
         return 0
-    step = TILE_FORMATS[fmt.name].step
+    layout = TILE_FORMATS[fmt.name]
+    step = layout.step
     steps = -(-shape[-1] // step)
     segments = linear.cut_segments(shape[-2], steps, step, prod(shape[:-2])).count
-    tile = linear.TILES[2] if grouped else linear.choose_tile(rows)
+    tile = linear.WIDE_32 if grouped else linear.choose_tile(rows, layout)
     tiles = -(-rows // tile.columns) * -(-shape[-2] // tile.rows)
-    split = segments > 1 and tiles < linear.split_limit(PROCESSORS, tile.warps)
+    split = segments > 1 and tiles < linear.split_limit(PROCESSORS, tile)
     sums = tiles * segments * tile.rows * tile.columns * 4 if split else 0
-    laid_out = rows * steps * (2 * step + (3 * 2 * 16 if TILE_FORMATS[fmt.name].minima else 0)) if tile.wide else 0
+    laid_out = rows * steps * (2 * step + (3 * 2 * 16 if layout.minima else 0)) if tile.wide else 0
     return sums + laid_out
 
 
@@ -66,8 +67,9 @@ def scratch_rows(shape: tuple[int, ...]) -> int:
         return 1
     from slimserve.ops.triton import linear
 
-    wide = linear.TILES[-1]
-    return max(1, (linear.split_limit(PROCESSORS, wide.warps) - 1) // -(-shape[-2] // wide.rows) * wide.columns)
+    wide = [tile for tile in linear.TILES if tile.wide]
+    most = [(linear.split_limit(PROCESSORS, tile) - 1) // -(-shape[-2] // tile.rows) * tile.columns for tile in wide]
+    return max(1, *most)
 
 
 @lru_cache

@@ -16,7 +16,7 @@ from slimserve.ops.triton.linear import (
     LOCKS,
     NARROW,
     NARROW_TILES,
-    TILES,
+    WIDE_32,
     Grouping,
     Tile,
     launch,
@@ -37,7 +37,9 @@ def choose_expert_tile(num_rows: int, num_pairs: int, num_experts: int, wide: bo
     """The tile for `num_pairs` (row, slot) pairs of num_rows rows: more columns only where experts are full enough."""
     if num_rows <= NARROW.columns or num_pairs <= 8 * num_experts:
         return NARROW
-    return (TILES if wide else NARROW_TILES)[1 if num_pairs <= 24 * num_experts else 2]
+    if num_pairs <= 24 * num_experts:
+        return NARROW_TILES[1]
+    return WIDE_32 if wide else NARROW_TILES[2]
 
 
 def group_rows(expert_ids: torch.Tensor, num_experts: int, columns: int, divisor: int) -> Grouping:

@@ -35,9 +35,9 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 inline assembly: kernels then widen operands first and take the plain form of their bit tricks."""
 
 
-OVERLAP = False
-"""Whether kernels that can may begin before the kernels ahead of them end (programmatic dependent launch). Off until a
-device has shown that it pays and that recorded graphs keep their bits; `measure.kernel_sweep` times both."""
+OVERLAP: bool | None = None
+"""Whether kernels that can may begin before the kernels ahead of them end (programmatic dependent launch): None leaves
+it to each kernel, which asks for it where it was measured to pay. `measure.kernel_sweep` sets it, to time both."""
 
 
 @functools.cache
@@ -45,7 +45,7 @@ def _overlaps(device: torch.device) -> bool:
     return device.type == "cuda" and not INTERPRETED and torch.cuda.get_device_properties(device).major >= 9
 
 
-def overlap_options(device: torch.device) -> tuple[bool, dict[str, bool]]:
+def overlap_options(device: torch.device, pays: bool = False) -> tuple[bool, dict[str, bool]]:
     """Whether a kernel that waits for its inputs itself may be launched early, and its launch options."""
-    overlap = OVERLAP and _overlaps(device)
+    overlap = (pays if OVERLAP is None else OVERLAP) and _overlaps(device)
     return overlap, {**NO_FUSION, "launch_pdl": True} if overlap else NO_FUSION

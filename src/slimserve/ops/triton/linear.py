@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from slimserve.ops.numerics import NumericsConfig
+from slimserve.ops.triton.formats import TileFormat
 from slimserve.ops.triton.launch import INTERPRETED, NO_FUSION, cdiv, multiprocessors, overlap_options
 from slimserve.ops.triton.linear_kernel import linear_kernel
 from slimserve.ops.triton.linear_rows import embedding_kernel, group_sums_kernel, split_rows_kernel
 from slimserve.ops.triton.relayout import TILE_ROWS, TileWeight, relayout
+from slimserve.ops.triton.tiles import PLAIN, WORD_E2M1
 from slimserve.quant.formats import BF16
 from slimserve.quant.tensor import PackedTensor
 
@@ -28,8 +30,8 @@ ACTIVE_GROUPS = 8
 
 LOCKS = 8192
 
-SPLIT_WARPS = 24
-"""Segments run in parallel where a multiprocessor would get fewer warps than this."""
+SPLIT_WARPS, SPLIT_WARPS_WIDE = 24, 12
+"""Segments run in parallel where a multiprocessor would get fewer warps than this, in the narrow and the wide form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +55,6 @@ def cut_segments(rows: int, steps: int, step: int, groups: int = 1) -> Segments:
     return Segments(taken, cdiv(steps, taken))
 
 
-def split_limit(processors: int, warps: int) -> int:
-    """Segments run in parallel, and their sums are stored, where a product has fewer tiles (of `warps` warps)."""
-    return min(SPLIT_WARPS * processors // warps, LOCKS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +62,8 @@ class Tile:
     """Weight rows and input rows of a program, warps, and whether it is of the wide form.
 
     A narrow program is one warp with 16 weight rows; a wide one has four warps for every 64 weight rows, or for twice
-    as many. stages: steps of weights under way through shared memory; 1: none, a warp waits for its loads while others
-    work; 0: the next step is loaded to registers before this one is decoded.
+    as many. stages: steps of weights and x under way through shared memory; 1: none, a warp waits for its loads while
+    others work.
     """
 
     rows: int
@@ -75,33 +74,46 @@ class Tile:
 
 
 NARROW = Tile(16, 8)
-TILES = (NARROW, Tile(16, 16), Tile(128, 32, 8, True, 2), Tile(256, 64, 16, True, 2))
-"""Tiles for up to 8, 16, 32 and more input rows."""
-
 NARROW_TILES = (NARROW, Tile(16, 16), Tile(16, 32), Tile(16, 64))
-"""The same where the wide form may not serve."""
+"""Tiles for up to 8, 16, 32 and more input rows where the wide form may not serve."""
+
+WIDE_32, WIDE_64 = Tile(64, 32, 4, True, 2), Tile(64, 64, 4, True, 2)
+SHORT_64, SHORT_128 = Tile(64, 64, 4, True, 3), Tile(64, 128, 4, True, 2)
+"""For up to 64 and more rows where a step is of 128 elements, whose x takes half of the shared memory."""
+SCALED_128 = Tile(128, 128, 8, True, 2)
+"""For many rows of formats without sums to keep beside the products' own."""
+TILES = (*NARROW_TILES[:2], WIDE_32, WIDE_64, SHORT_64, SHORT_128, SCALED_128)
+"""All tiles that are served where the wide form may; a tile never changes a row's bits (tests hold it on a device)."""
 
 SWEEP = (
-    Tile(16, 8, stages=0),
-    Tile(16, 8, stages=3),
-    Tile(16, 16, stages=0),
     Tile(64, 16, 4, True, 2),
-    Tile(64, 32, 4, True, 2),
-    Tile(16, 32),
-    Tile(64, 64, 4, True, 2),
-    Tile(64, 64, 4, True, 3),
+    *NARROW_TILES[2:],
     Tile(128, 64, 4, True, 2),
-    Tile(128, 64, 8, True, 2),
+    Tile(128, 32, 8, True, 2),
     Tile(128, 64, 8, True, 3),
-    Tile(16, 64),
+    Tile(256, 64, 16, True, 2),
 )
-"""Other tiles that a measurement may try; a tile never changes a row's bits (tests hold it on a device)."""
+"""Other tiles that a measurement may try."""
 
 
-def choose_tile(num_rows: int, wide: bool = True) -> Tile:
-    """The tile for a number of input rows; wide: whether the wide form may serve."""
-    place = 0 if num_rows <= 8 else 1 if num_rows <= 16 else 2 if num_rows <= 32 else 3
-    return (TILES if wide else NARROW_TILES)[place]
+def choose_tile(num_rows: int, fmt: TileFormat, wide: bool = True) -> Tile:
+    """The tile for a number of input rows (figures: the notebook); wide: whether the wide form may serve."""
+    if not wide or num_rows <= NARROW_TILES[1].columns:
+        return NARROW_TILES[0 if num_rows <= 8 else 1 if num_rows <= 16 else 2 if num_rows <= 32 else 3]
+    if num_rows <= WIDE_32.columns:
+        return WIDE_32
+    if fmt.code == PLAIN.value:
+        return WIDE_64
+    if fmt.step <= 128:
+        return SHORT_64 if num_rows <= SHORT_64.columns else SHORT_128
+    if fmt.code == WORD_E2M1.value and num_rows > WIDE_64.columns:
+        return SCALED_128
+    return WIDE_64
+
+
+def split_limit(processors: int, tile: Tile) -> int:
+    """Segments run in parallel, and their sums are stored, where a product has fewer tiles."""
+    return min((SPLIT_WARPS_WIDE if tile.wide else SPLIT_WARPS) * processors // tile.warps, LOCKS)
 
 
 @dataclass(slots=True)
@@ -120,7 +132,8 @@ def prepare_rows(x: torch.Tensor, weight: TileWeight, wide: bool) -> Prepared:
     fmt = weight.format
     num_rows, width = x.shape
     parts = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}[x.dtype]
-    overlap, options = overlap_options(x.device)
+    # The sums of minima are a kernel of their own, whose end the product need not stand still for.
+    overlap, options = overlap_options(x.device, fmt.minima > 0)
     planes = x
     if parts > 1 or wide:
         padded = weight.steps * fmt.step
@@ -172,7 +185,7 @@ def launch(
     tiles_m = cdiv(num_rows, tile.columns) if grouping is None else grouping.tile_group.shape[0]
     tiles_n = cdiv(weight.rows, tile.rows)
     tiles = tiles_m * tiles_n
-    split = segments.count > 1 and tiles < split_limit(multiprocessors(out.device), tile.warps)
+    split = segments.count > 1 and tiles < split_limit(multiprocessors(out.device), tile)
     work = torch.empty(
         tiles * segments.count * tile.rows * tile.columns if split else 1, dtype=torch.float32, device=out.device
     )
@@ -181,7 +194,7 @@ def launch(
     lists = (none,) * 4 if grouping is None else (
         grouping.tile_group, grouping.tile_first, grouping.tile_count, grouping.row_ids
     )  # fmt: skip
-    overlap, options = overlap_options(out.device)
+    overlap, options = overlap_options(out.device, fmt.minima > 0)
     linear_kernel[(tiles_m, segments.count if split else 1, tiles_n)](
         rows.planes, rows.sums, low, or_else(weight.high, none), or_else(weight.minima, none),
         or_else(weight.words, none), or_else(weight.table, none), or_else(weight.row_scale, none),
@@ -237,7 +250,7 @@ def warp_groups_agree(device: torch.device) -> bool:
     x = torch.randn((rows, shape[1]), generator=random, device=device).mul(2).bfloat16()
     locks = torch.zeros(LOCKS, dtype=torch.int32, device=device)
     results: list[torch.Tensor] = []
-    for tile in (NARROW, *(tile for tile in TILES if tile.wide)):
+    for tile in (NARROW, WIDE_32, WIDE_64, SHORT_128):
         out = torch.empty((rows, shape[0]), device=device)
         launch(weight, Segments(weight.steps, 1), locks, prepare_rows(x, weight, tile.wide), rows, out, tile)
         results.append(out)
@@ -258,7 +271,7 @@ class TritonLinear:
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Write x [T, K] times the part into out [T, N]."""
         if x.shape[0]:
-            self.run(x, out, choose_tile(x.shape[0], self.wide))
+            self.run(x, out, choose_tile(x.shape[0], self.weight.format, self.wide))
 
     def run(self, x: torch.Tensor, out: torch.Tensor, tile: Tile) -> None:
         """The product on a given tile shape; every tile gives the same bits."""

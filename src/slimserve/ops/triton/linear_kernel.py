@@ -6,11 +6,10 @@ by the program that walked them all, or, where segments run in parallel, by the 
 the others' stored sums. Products are tensor-core products of sixteen elements at a time with the weights as left
 operand, held in registers from load to product (`tiles.from_fragment`).
 
-Two forms. Narrow (few rows): a program is one warp; nothing passes through shared memory, no barrier is met, and the
-next step's weights are loaded before this step's are decoded. Wide: a program is one or more groups of four warps, x
-(laid out for it by `prepare_rows`) comes through shared memory, and products are of the warp-group form. Both add the
-same products in the same order; `linear.warp_groups_agree` asks the device whether its two instructions round alike
-before the wide form serves.
+Two forms. Narrow (few rows): a program is one warp; nothing passes through shared memory, no barrier is met. Wide: a
+program is one or more groups of four warps, x (laid out for it by `prepare_rows`) comes through shared memory, and
+products are of the warp-group form. Both add the same products in the same order; `linear.warp_groups_agree` asks the
+device whether its two instructions round alike before the wide form serves.
 """
 # ruff: noqa: RUF005 (kernels know no starred expressions)
 # mypy: disable-error-code=assignment
@@ -363,11 +362,6 @@ def linear_kernel(
     if SPLIT:
         first_segment = tl.program_id(1)
         last_segment = first_segment + 1
-    if not (WIDE or STAGES > 0):
-        low, high, words, minima = load_step(
-            c0_ptr, c1_ptr, words_ptr, minima_ptr, first_segment * segment_steps, tile, tiles, held, rows, width,
-            CODE, KD, STEP, LOW_BITS, HIGH_BITS, WORDS, MINIMA, T,
-        )  # fmt: skip
     if OVERLAP and not GROUPED:
         if CODE != PLAIN and CODE != GRID:
             _prefetch(c0_ptr, first_segment * segment_steps, tile, tiles, STEP * LOW_BITS // 256)
@@ -376,32 +370,17 @@ def linear_kernel(
         acc = tl.zeros((BN, BM), tl.float32)
         first_step = segment * segment_steps
         last_step = tl.minimum(first_step + segment_steps, num_steps)
-        for step in tl.range(first_step, last_step, num_stages=STAGES if STAGES > 0 else 1):
-            if WIDE or STAGES > 0:
-                low, high, words, minima = load_step(
-                    c0_ptr, c1_ptr, words_ptr, minima_ptr, step, tile, tiles, held, rows, width,
-                    CODE, KD, STEP, LOW_BITS, HIGH_BITS, WORDS, MINIMA, T,
-                )  # fmt: skip
-                acc = _multiply_step(
-                    low, high, words, minima, x_ptr, sums_ptr, c0_ptr, words_ptr, table_ptr, block_scale_ptr, step, n,
-                    held, m, rows, tiles, width, x_width, num_x, num_steps, acc,
-                    CODE, SCALE, KD, STEP, LOW_BITS, HIGH_BITS, BIAS, WORDS, GRID_ROW, GRID_HIGH, GRID_DELTA, W_PARTS,
-                    X_PARTS, OFFSETS, MINIMA, BLOCK_SCALE, CHAIN, TAIL, WIDE, BM, T, ASM, UPCAST,
-                )  # fmt: skip
-            else:
-                # The last step of all loads itself again.
-                next_low, next_high, next_words, next_minima = load_step(
-                    c0_ptr, c1_ptr, words_ptr, minima_ptr, tl.minimum(step + 1, num_steps - 1), tile, tiles, held,
-                    rows, width,
-                    CODE, KD, STEP, LOW_BITS, HIGH_BITS, WORDS, MINIMA, T,
-                )  # fmt: skip
-                acc = _multiply_step(
-                    low, high, words, minima, x_ptr, sums_ptr, c0_ptr, words_ptr, table_ptr, block_scale_ptr, step, n,
-                    held, m, rows, tiles, width, x_width, num_x, num_steps, acc,
-                    CODE, SCALE, KD, STEP, LOW_BITS, HIGH_BITS, BIAS, WORDS, GRID_ROW, GRID_HIGH, GRID_DELTA, W_PARTS,
-                    X_PARTS, OFFSETS, MINIMA, BLOCK_SCALE, CHAIN, TAIL, WIDE, BM, T, ASM, UPCAST,
-                )  # fmt: skip
-                low, high, words, minima = next_low, next_high, next_words, next_minima
+        for step in tl.range(first_step, last_step, num_stages=STAGES):
+            low, high, words, minima = load_step(
+                c0_ptr, c1_ptr, words_ptr, minima_ptr, step, tile, tiles, held, rows, width,
+                CODE, KD, STEP, LOW_BITS, HIGH_BITS, WORDS, MINIMA, T,
+            )  # fmt: skip
+            acc = _multiply_step(
+                low, high, words, minima, x_ptr, sums_ptr, c0_ptr, words_ptr, table_ptr, block_scale_ptr, step, n,
+                held, m, rows, tiles, width, x_width, num_x, num_steps, acc,
+                CODE, SCALE, KD, STEP, LOW_BITS, HIGH_BITS, BIAS, WORDS, GRID_ROW, GRID_HIGH, GRID_DELTA, W_PARTS,
+                X_PARTS, OFFSETS, MINIMA, BLOCK_SCALE, CHAIN, TAIL, WIDE, BM, T, ASM, UPCAST,
+            )  # fmt: skip
         total += acc
     if SPLIT:
         at = tl.cast(tile_n, tl.int64) * tl.num_programs(0) + tile_m
