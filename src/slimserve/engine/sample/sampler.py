@@ -74,7 +74,7 @@ def _sample_host(logits: torch.Tensor, batch: SamplingBatch) -> SampleOutput:
 def score(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> SampleOutput:
     """Log probabilities of given tokens [L] and of the num_top best ids per row of logits [L, V] (prompt logprobs)."""
     if logits.device.type == "cuda":
-        return SampleOutput(token_ids, *score_device(logits, token_ids, num_top))
+        return SampleOutput(token_ids, *score_device(logits, token_ids.to(logits.device), num_top))
     table = logits.cpu().numpy()
     tokens = token_ids.tolist()
     return SampleOutput(token_ids, *_score_host(table, tokens, num_top, [True] * len(tokens)))
