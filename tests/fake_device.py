@@ -112,17 +112,18 @@ class Allocator:
 
 
 class Watch(TorchDispatchMode):
-    """Sees every storage that appears on the fake device, and when it goes."""
+    """Sees every storage that appears on devices of a kind ("cuda": the fake one), and when it goes."""
 
-    def __init__(self, allocator: Allocator) -> None:
+    def __init__(self, allocator: Allocator, kind: str = "cuda") -> None:
         super().__init__()
         self.allocator = allocator
+        self._kind = kind
         self._seen: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda":
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == self._kind:
                 self._note(leaf.untyped_storage())
         return result
 

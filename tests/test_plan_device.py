@@ -11,10 +11,19 @@ pytest.importorskip("triton")
 
 from fake_device import MIB, Allocator, fake_cuda
 
-from slimserve.engine.config import CacheConfig, EngineConfig, NumericsConfig, SchedulerConfig
+from slimserve.engine.config import (
+    CacheConfig,
+    DrafterKind,
+    EngineConfig,
+    NumericsConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 from slimserve.engine.inputs import Padding
 from slimserve.engine.loop import Engine
+from slimserve.engine.memory import draw_widest
 from slimserve.engine.request import Request, SamplingParams
+from slimserve.engine.speculate.model_drafter import ModelDrafter
 from slimserve.models.format_map import find_rule
 from slimserve.models.registry import find_hf
 from slimserve.plan.description import Description, describe_config
@@ -72,6 +81,9 @@ def observe(model: SyntheticModel, config: EngineConfig, lengths: list[int]) -> 
             del computed
             engine.abort(f"r{length}")
             engine.scheduler.plan()
+        allocator.peak = allocator.allocated
+        draw_widest(engine)
+        peak = max(peak, allocator.peak - base)
         rows = config.scheduler.max_sequences
         results = forward.compute_widest()
         held = sum(part.numel() * part.element_size() for part in (results.hidden, results.logits, results.finite))
@@ -87,6 +99,16 @@ def planned(description: Description, config: EngineConfig) -> MemoryPlan:
     return plan_memory(description, config, H200)
 
 
+def device_config(budget: int, speculation: SpeculationConfig | None = None) -> EngineConfig:
+    return EngineConfig(
+        device="cuda:0",
+        cache=CacheConfig(budget_bytes=budget),
+        scheduler=SchedulerConfig(max_sequences=12, max_context=4096, token_budget=2048, mixed_prefill_budget=1024),
+        speculation=speculation or SpeculationConfig(),
+        numerics=NumericsConfig(activation_dtype=torch.bfloat16),
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "layers"),
     [
@@ -98,13 +120,7 @@ def planned(description: Description, config: EngineConfig) -> MemoryPlan:
 )
 def test_terms_are_what_the_code_allocates(name: str, layers: int) -> None:
     model, description = shallow(name, layers)
-    limits = SchedulerConfig(max_sequences=12, max_context=4096, token_budget=2048, mixed_prefill_budget=1024)
-    config = EngineConfig(
-        device="cuda:0",
-        cache=CacheConfig(budget_bytes=2 * GIB),
-        scheduler=limits,
-        numerics=NumericsConfig(activation_dtype=torch.bfloat16),
-    )
+    config = device_config(2 * GIB)
     plan = planned(description, config)
     terms = {term.name: term.num_bytes for term in plan.terms}
     assert plan.cache is not None
@@ -122,6 +138,41 @@ def test_terms_are_what_the_code_allocates(name: str, layers: int) -> None:
     ):
         print(f"{name}, {layers} layers: {what} planned {expected / MIB:.1f}, allocated {got / MIB:.1f} MiB")
         least = (1 if what in ("cache", "inputs") else 32) * MIB
+        assert abs(expected - got) <= max(0.1 * expected, least), what
+
+
+def test_a_small_models_terms_are_what_the_code_allocates() -> None:
+    """Weights, caches and buffers of a drafting model, and what reading and drafting take beside the model's steps."""
+    target, description = shallow("gemma3-270m", 6)
+    own, companion = shallow("qwen25-coder-1.5b", 2)
+    own = replace(own, config={**own.config, "vocab_size": 262144})
+    companion = describe_config("companion", own.config, own.rules, ())
+    config = device_config(2 * GIB, SpeculationConfig(DrafterKind.MODEL, 3))
+    plan = plan_memory(description, config, H200, max_draft=3, companion=companion)
+    assert plan.cache is not None and plan.drafter_cache is not None
+    groups = plan.by_group()
+    speculation = replace(config.speculation, cache_bytes=plan.drafter_cache.budget_bytes)
+    config = replace(config, speculation=speculation)
+    allocator, device = Allocator(), torch.device("cuda:0")
+    with fake_cuda(allocator):
+        loaded = load_source(lay_out(target).source(device), device=device, numerics=config.numerics)
+        before = allocator.allocated
+        drafting = load_source(lay_out(own).source(device), device=device, numerics=config.numerics)
+        weights = allocator.allocated - before
+        engine = Engine(loaded.model, config, companion=drafting.model)
+        drafter = engine.drafter
+        assert isinstance(drafter, ModelDrafter) and drafter.cache.storage is not None
+        base = allocator.peak = allocator.allocated
+        draw_widest(engine)
+        working = allocator.peak - base
+    for what, expected, got in (
+        ("weights", groups["drafter.weights"], weights),
+        ("cache", plan.drafter_cache.used_bytes, drafter.cache.storage.num_bytes),
+        ("buffers", groups["drafter.buffers"], drafter.buffer_bytes),
+        ("working", groups["working"], working),
+    ):
+        print(f"{what} planned {expected / MIB:.2f}, allocated {got / MIB:.2f} MiB")
+        least = (1 if what in ("cache", "buffers") else 32) * MIB
         assert abs(expected - got) <= max(0.1 * expected, least), what
 
 

@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import nano_models
 import pytest
+import tiny_dflash2
 import torch
+from fake_device import Allocator, Watch
 
 from slimserve import hardware as hardware_module
 from slimserve.cache.budget import CacheDemand, plan_cache
-from slimserve.engine.config import CacheConfig, CacheDtype, EngineConfig, NumericsConfig, SchedulerConfig
+from slimserve.engine.config import (
+    Acceptance,
+    CacheConfig,
+    CacheDtype,
+    DrafterKind,
+    EngineConfig,
+    NumericsConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
+from slimserve.engine.loop import Engine
+from slimserve.engine.memory import MemoryProbe, draw_widest
+from slimserve.engine.request import Request, SamplingParams
+from slimserve.engine.speculate.model_drafter import ModelDrafter
 from slimserve.errors import UsageError
 from slimserve.hardware import Accelerator, DeviceKind, Hardware, format_bytes, parse_bytes, pretend
 from slimserve.models.format_map import FormatRule, parameter_bytes, parse_layers
 from slimserve.plan.compare import compare, comparison_lines
-from slimserve.plan.description import Description
+from slimserve.plan.description import Description, describe_file, describe_source
 from slimserve.plan.floor import distinct_experts, step_floor
 from slimserve.plan.memory import DeviceMemory, MemoryPlan, plan_json, plan_memory
 from slimserve.profiles.planning import admit, fitted, plan_profile
 from slimserve.profiles.registry import find_record
 from slimserve.profiles.resolve import Origin, describe_record, resolve
+from slimserve.weights.loader import LoadedModel, load_model
 
 GIB = 1 << 30
 GPU = DeviceMemory("cuda", 32 * GIB, 32 * GIB)
@@ -144,6 +162,204 @@ def test_drafters_caches_are_planned_when_it_runs() -> None:
     names = {term.name for term in with_drafter.terms} - {term.name for term in without.terms}
     assert any(name.startswith("cache.mtp") for name in names)
     assert any(term.name.startswith("drafter.") for term in without.terms)
+
+
+# --- drafters with a model of their own, and scored prompts: the plan against what the code allocates ---
+
+
+COMPUTER = DeviceMemory("cpu", 16 * GIB, 16 * GIB)
+
+
+@pytest.fixture(scope="module")
+def nano() -> LoadedModel:
+    return nano_models.load_on(nano_models.QWEN, "cpu")
+
+
+def block_drafter(folder: Path) -> Path:
+    """The files of a random block drafter of the nano models' size."""
+    config: dict[str, Any] = copy.deepcopy(tiny_dflash2.CONFIG) | {"vocab_size": 4096, "hidden_size": 256}
+    config["dflash_config"]["mask_token_id"] = 3
+    return tiny_dflash2.save_folder(folder, tiny_dflash2.tensors(config), config)
+
+
+def drafting(kind: DrafterKind, *, sequences: int = 4, budget: int | None = None, **speculation: Any) -> EngineConfig:
+    return EngineConfig(
+        cache=CacheConfig(dtype=CacheDtype.FP16, budget_bytes=budget),
+        scheduler=SchedulerConfig(max_sequences=sequences, max_context=2048, token_budget=1024),
+        speculation=SpeculationConfig(kind, 3, measured=False, **speculation),
+    )
+
+
+def engine_of(config: EngineConfig, result: MemoryPlan, loaded: LoadedModel, companion: LoadedModel | None) -> Engine:
+    """The engine with the budgets that the plan decided."""
+    assert result.cache is not None
+    own = None if result.drafter_cache is None else result.drafter_cache.budget_bytes
+    config = replace(
+        config,
+        cache=replace(config.cache, budget_bytes=result.cache.budget_bytes),
+        speculation=replace(config.speculation, cache_bytes=own),
+    )
+    return Engine(loaded.model, config, companion=None if companion is None else companion.model)
+
+
+def test_a_drafting_model_is_planned_as_the_engine_holds_it(tmp_path: Path) -> None:
+    tiny_models = pytest.importorskip("tiny_models", reason="needs transformers")
+    paths = [tiny_models.save_folder(tiny_models.build(name), tmp_path / name) for name in ("qwen2", "gemma3")]
+    loaded, companion = (load_model(path) for path in paths)
+    target, own = (describe_file(path) for path in paths)
+    config = drafting(DrafterKind.MODEL)
+    result = plan_memory(target, config, COMPUTER, max_draft=3, companion=own)
+    engine = engine_of(config, result, loaded, companion)
+    assert isinstance(engine.drafter, ModelDrafter) and result.cache is not None and result.drafter_cache is not None
+    assert engine.cache.plan == result.cache and engine.drafter.cache.plan == result.drafter_cache
+    probe = MemoryProbe(torch.device("cpu"))
+    measured, groups = probe.measure(loaded, engine, companion), result.by_group()
+    assert measured["drafter.weights"] == groups["drafter.weights"] == own.weight_bytes > 0
+    assert measured["drafter.cache"] == groups["drafter.cache"] == result.drafter_cache.used_bytes > 0
+    assert abs(measured["drafter.buffers"] - groups["drafter.buffers"]) < 16384, "parts start at multiples of 256"
+    rows = {row.name: row for row in compare(result, measured)}
+    assert all(rows[name].within and rows[name].measured for name in measured if name != "runtime")
+    assert engine.drafter.compute_widest(3).shape == (4, loaded.model.config.vocab_size)
+    engine.audit()
+    # What the plan says without the drafter is what it says with it, and the drafter's terms.
+    plain = plan_memory(target, drafting(DrafterKind.NONE), COMPUTER)
+    added = {term.name for term in result.terms} - {term.name for term in plain.terms}
+    assert added and all(name.startswith("drafter.") for name in added)
+
+
+@pytest.mark.parametrize("kind", [DrafterKind.NEXTN, DrafterKind.DFLASH2])
+def test_drafters_within_the_models_caches_are_planned_as_the_engine_holds_them(
+    nano: LoadedModel, tmp_path: Path, kind: DrafterKind
+) -> None:
+    is_block = kind is DrafterKind.DFLASH2
+    companion = load_model(block_drafter(tmp_path), drafter=True) if is_block else None
+    own = describe_file(tmp_path, drafter=True) if is_block else None
+    config = drafting(kind)
+    result = plan_memory(describe_source(nano.source), config, COMPUTER, max_draft=3, companion=own,
+                         drafter=kind is DrafterKind.NEXTN)  # fmt: skip
+    engine = engine_of(config, result, nano, companion)
+    assert engine.cache.plan == result.cache, "the same groups from the same budget"
+    measured, groups = MemoryProbe(torch.device("cpu")).measure(nano, engine, companion), result.by_group()
+    assert measured["cache"] <= groups["cache"] < measured["cache"] + (1 << 20)
+    assert abs(measured["drafter.buffers"] - groups["drafter.buffers"]) < 16384
+    if own is not None:
+        assert measured["drafter.weights"] == groups["drafter.weights"] == own.weight_bytes
+        assert any(term.name.startswith("cache.dflash2") for term in result.terms)
+
+
+@pytest.mark.parametrize("token_budget", [1024, 32])
+@pytest.mark.parametrize("kind", [DrafterKind.NONE, DrafterKind.DFLASH2])
+def test_working_memory_is_planned_for_scored_prompts_and_tapped_layers(
+    nano: LoadedModel, tmp_path: Path, kind: DrafterKind, token_budget: int
+) -> None:
+    """Long steps are bound by activations and tapped layers, short ones by scored rows of logits."""
+    is_block = kind is DrafterKind.DFLASH2
+    companion = load_model(block_drafter(tmp_path), drafter=True) if is_block else None
+    own = describe_file(tmp_path, drafter=True) if is_block else None
+    config = drafting(kind)
+    config = replace(config, scheduler=replace(config.scheduler, token_budget=token_budget))
+    result = plan_memory(describe_source(nano.source), config, COMPUTER, max_draft=3 if is_block else 0, companion=own)
+    engine = engine_of(config, result, nano, companion)
+    allocator, peak = Allocator(), 0
+    with Watch(allocator, "cpu"):
+        # The first round only notes what was there before.
+        for number, scores in enumerate((True, False, True)):
+            prompt = [(7 * i + number) % 4000 for i in range(1024)]
+            sampling = SamplingParams(temperature=0.0, prompt_logprobs=scores, logprobs=0)
+            engine.submit(Request(f"r{number}", prompt, sampling, 6, ignore_eos=True))
+            while engine.has_work:
+                before = allocator.peak = allocator.allocated
+                engine.step()
+                peak = max(peak, allocator.peak - before if number else 0)
+        draw_widest(engine)
+        before = allocator.peak = allocator.allocated
+        draw_widest(engine)
+        peak = max(peak, allocator.peak - before)
+    planned = result.by_group()["working"]
+    print(f"{kind.value}, steps of {token_budget}: planned {planned / 2**20:.2f}, allocated {peak / 2**20:.2f} MiB")
+    assert 0.6 * planned <= peak <= planned
+
+
+def test_scored_rows_count_where_they_exceed_the_activations() -> None:
+    """On a computer with one sequence nothing but 64 rows of a wide vocabulary fills the working memory."""
+    model, config = description("gemma3-270m"), drafting(DrafterKind.NONE, sequences=1)
+    terms = {term.name: term.num_bytes for term in plan_memory(model, config, COMPUTER).terms}
+    most = terms["activations"] + terms["logits"] + terms["logits.scored"]
+    assert 65 * 262144 * 4 <= most < 80 * 262144 * 4
+
+
+def test_both_caches_hold_the_same_blocks_and_grow_together() -> None:
+    model, own = description("qwen25-coder-1.5b"), description("qwen25-coder-0.5b")
+    config = replace(engine(32768, 16), speculation=SpeculationConfig(DrafterKind.MODEL, 4))
+    for size in (8, 12, 24):
+        result = plan_memory(model, config, DeviceMemory("cuda", size * GIB, size * GIB), max_draft=4, companion=own)
+        assert result.cache is not None and result.drafter_cache is not None
+        assert 0 <= result.cache.num_blocks - result.drafter_cache.num_blocks <= 1
+        assert result.total_bytes + result.reserve_bytes <= size * GIB
+        assert result.drafter_bytes > own.weight_bytes
+    stated = replace(config, cache=replace(config.cache, budget_bytes=2 * GIB))
+    result = plan_memory(model, stated, GPU, max_draft=4, companion=own)
+    assert result.cache is not None and result.cache.budget_bytes == 2 * GIB and result.drafter_cache is not None
+
+
+def test_kept_distributions_are_planned_for_rejection_alone() -> None:
+    model, own = description("qwen25-coder-1.5b"), description("qwen25-coder-0.5b")
+    found = []
+    for rule in (Acceptance.EXACT, Acceptance.REJECTION):
+        config = drafting(DrafterKind.MODEL, acceptance=rule)
+        for memory in (COMPUTER, GPU):
+            result = plan_memory(model, config, memory, max_draft=3, companion=own)
+            found.append([term for term in result.terms if term.name == "drafter.distributions"])
+    assert not found[0] and not found[1]
+    assert [term.device for term in (*found[2], *found[3])] == ["cpu", "host"]
+    assert found[2][0].num_bytes == 4 * 3 * 151936 * 16
+
+
+def test_a_drafter_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from slimserve.cli.main import main
+
+    small = ["qwen25-coder-1.5b", "--ctx", "8192", "--max-seqs", "1"]
+    drafter = ["--drafter", "model", "--draft-model", "qwen25-coder-0.5b", "--drafts", "3"]
+    assert main(["plan", *small, *drafter, "--device", "cpu", "--memory", "8GiB", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    sizes = {term["name"]: term["bytes"] for term in data["terms"]}
+    weights = sum(size for name, size in sizes.items() if name.startswith("drafter.weights."))
+    assert weights == description("qwen25-coder-0.5b").weight_bytes
+    assert sizes["drafter.cache.attention.pages"] == data["drafter_cache_bytes"] == 129 * 786432
+    # It is the drafter alone that does not fit, and what the sentence says is right.
+    tight = ["--gpu-memory", "2900MiB"]
+    assert main(["plan", *small, *tight]) == 0
+    capsys.readouterr()
+    assert main(["plan", *small, *drafter, *tight]) == 3
+    sentence = capsys.readouterr().err
+    assert "for the drafter" in sentence and "2.83 GiB are free; --no-spec fits" in sentence
+    assert main(["plan", *small, *drafter, "--no-spec", *tight]) == 0
+    assert main(["show", "qwen25-coder-1.5b", *drafter, "--json"]) == 0
+    capsys.readouterr()
+    for wrong, code, words in (
+        (["--drafter", "model"], 2, "give its path with --draft-model"),
+        (["--draft-model", "qwen25-coder-0.5b"], 2, "without --drafter"),
+        (["--drafter", "model", "--draft-model", "nothing"], 2, "neither a file or folder nor a profile"),
+        (["--drafter", "dflash2", "--draft-model", "qwen25-coder-0.5b"], 2, "named by its file or folder"),
+        (["--drafter", "model", "--draft-model", "gemma3-270m"], 3, "need the same vocabulary"),
+        (["--drafter", "dflash2", "--draft-model", str(block_drafter(tmp_path))], 3, "was made for a hidden_size"),
+        ([*drafter, "--draft-acceptance", "typical"], 2, "choose from exact, rejection"),
+    ):
+        assert main(["plan", *small, *wrong]) == code, wrong
+        shown = capsys.readouterr().err.strip()
+        assert words in shown and "\n" not in shown
+
+
+def test_the_engine_is_told_what_the_plan_decided_for_the_drafter() -> None:
+    from slimserve.cli.opening import EngineFlags
+
+    flags = EngineFlags(drafter="model", draft_model="qwen25-coder-0.5b", drafts=3)
+    resolved = resolve("qwen25-coder-1.5b", hardware=machine(16 * GIB), flags=flags.settings())
+    config, result = admit(flags.with_draft_model(resolved)[0])
+    assert result.drafter_cache is not None
+    assert config.speculation.cache_bytes == result.drafter_cache.budget_bytes
+    hidden = admit(resolve("glm53f-q2-1", hardware=machine(16 * GIB, 141 * GIB), device="cuda"))[0]
+    assert hidden.speculation.cache_bytes is None
 
 
 def test_weights_in_host_memory_do_not_count_on_the_device() -> None:

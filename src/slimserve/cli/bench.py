@@ -264,7 +264,7 @@ def speculate(
     model: Annotated[str | None, typer.Option("--model", metavar="PATH", help="A file or folder instead.")] = None,
     drafter: Annotated[str, typer.Option("--drafter", help="lookup, nextn, dflash2 or model.")] = "lookup",
     draft_model: Annotated[
-        str | None, typer.Option("--draft-model", metavar="PATH", help="The drafter's own files.")
+        str | None, typer.Option("--draft-model", metavar="PATH", help="The drafter's own files, or a profile.")
     ] = None,
     drafts: Annotated[int | None, typer.Option("--drafts", min=1, max=15, help="Most drafted tokens a step.")] = None,
     tasks: Annotated[str, typer.Option("--tasks", help="Of edit, text, code.")] = "edit,text,code",
@@ -284,6 +284,7 @@ def speculate(
     from dataclasses import replace
 
     from slimserve.cli.opening import EngineFlags
+    from slimserve.fetch import TerminalProgress
     from slimserve.measure.speculate import SpeculateShape, measure_speculation, speculate_lines
     from slimserve.profiles.planning import admit
     from slimserve.profiles.resolve import resolve
@@ -294,7 +295,10 @@ def speculate(
     )  # fmt: skip
     shape = SpeculateShape(tuple(tasks.split(",")), tokens, rounds, streams, temperature=temperature)
     resolved = resolve(profile, model=model, flags=flags.settings(), device=None if device == "auto" else device)
+    resolved, own = flags.with_draft_model(resolved)
     config, _ = admit(resolved)
     speculation = replace(flags.speculation(config.speculation), measured=not always)
+    if own is not None:
+        speculation = replace(speculation, model_path=str(own.locate(TerminalProgress())))
     report = measure_speculation(str(resolved.model_path()), replace(config, speculation=speculation), shape, say)
     finish(report, speculate_lines(report), as_json, out)

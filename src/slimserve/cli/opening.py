@@ -15,6 +15,7 @@ from slimserve.plan.memory import MemoryPlan
 from slimserve.serve.text import TextModel
 
 if TYPE_CHECKING:
+    from slimserve.profiles.companion import DraftModel
     from slimserve.profiles.resolve import ResolvedProfile
     from slimserve.serve.model_text import ModelText
     from slimserve.weights.synthetic import SyntheticModel
@@ -47,6 +48,25 @@ class EngineFlags:
             "drafter": self.drafter if self.speculate else "none",
             "draft_schedule": None if self.drafts is None else [[1, 4096, self.drafts]],
         }
+
+    def with_draft_model(self, resolved: ResolvedProfile) -> tuple[ResolvedProfile, DraftModel | None]:
+        """The profile with what the flags say of its drafter, for a plan, and the drafter's own model where it has one.
+
+        UsageError where a flag asks for a drafter without its model, or names a model that no drafter reads. A record's
+        drafter without a model can be planned, not run.
+        """
+        from slimserve.profiles.companion import find_draft_model
+
+        config = resolved.planned_config().speculation
+        acceptance = _acceptance(self.draft_acceptance, config.acceptance)
+        resolved = replace(resolved, draft_acceptance=acceptance)
+        if self.draft_model is None and not (self.speculate and self.drafter):
+            return resolved, None
+        path = self.speculation(config).model_path
+        if path is None:
+            return resolved, None
+        found = find_draft_model(path, config.drafter, resolved.description)
+        return replace(resolved, draft_model=found.description), found
 
     def speculation(self, resolved: SpeculationConfig) -> SpeculationConfig:
         """The resolved settings with the drafter's own model; UsageError where one is needed or useless."""
@@ -116,9 +136,16 @@ def open_model(
     device = None if flags.device in (None, "auto") else flags.device
     resolved = resolve(profile, model=model, flags=flags.settings(), device=device)
     alone = {} if serving or flags.max_seqs is not None else {"max_sequences": 1}
-    config, plan = admit(resolve(profile, model=model, flags={**flags.settings(), **alone}, device=device))
+    lowered = resolve(profile, model=model, flags={**flags.settings(), **alone}, device=device)
+    lowered, draft_model = flags.with_draft_model(lowered)
+    config, plan = admit(lowered)
     config = replace(config, speculation=flags.speculation(config.speculation))
     path, text, synthetic = _files_or_made(resolved, weights)
+    if draft_model is not None:
+        from slimserve.fetch import TerminalProgress
+
+        drafts = str(draft_model.locate(TerminalProgress()))
+        config = replace(config, speculation=replace(config.speculation, model_path=drafts))
     names = (resolved.served_name, resolved.name) if resolved.served_name != resolved.name else (resolved.name,)
     if synthetic is not None:
         # The name that clients find first, so that whatever they report says so.

@@ -28,7 +28,14 @@ def command(
     no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Never reuse earlier prompts.")] = False,
     no_spec: Annotated[bool, typer.Option("--no-spec", help="Never draft tokens.")] = False,
     drafter: Annotated[str | None, typer.Option("--drafter", help="lookup, nextn, dflash2, model or none.")] = None,
+    draft_model: Annotated[
+        str | None,
+        typer.Option("--draft-model", metavar="PATH", help="The drafter's own files, or a profile (dflash2, model)."),
+    ] = None,
     drafts: Annotated[int | None, typer.Option("--drafts", min=1, max=15, help="Most drafted tokens a step.")] = None,
+    draft_acceptance: Annotated[
+        str | None, typer.Option("--draft-acceptance", help="exact (default) or rejection.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Plan memory: a named term for every byte, the longest context, sequences at it, and which pool binds."""
@@ -42,7 +49,7 @@ def command(
     machine = detect()
     given = EngineFlags(
         ctx=ctx, max_seqs=max_seqs, kv_dtype=kv_dtype, prefix_cache=not no_prefix_cache, speculate=not no_spec,
-        drafter=drafter, drafts=drafts,
+        drafter=drafter, draft_model=draft_model, drafts=drafts, draft_acceptance=draft_acceptance,
     )  # fmt: skip
     flags = given.settings()
     if gpu_memory is not None or memory is not None:
@@ -54,7 +61,8 @@ def command(
         )
         if gpu_memory is not None:
             device, flags["tensor_parallel"] = device or "cuda", gpus
-    resolved = fitted(resolve(profile, model=model, flags=flags, hardware=machine, platform=platform, device=device))
+    resolved = resolve(profile, model=model, flags=flags, hardware=machine, platform=platform, device=device)
+    resolved = fitted(given.with_draft_model(resolved)[0])
     plan = plan_profile(resolved)
     if as_json:
         speak(json.dumps({"profile": resolved.name, **plan_json(plan)}, indent=2) + "\n")

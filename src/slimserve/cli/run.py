@@ -60,7 +60,7 @@ def command(
         str | None, typer.Option("--drafter", help="Who drafts tokens: lookup, nextn, dflash2, model or none.")
     ] = None,
     draft_model: Annotated[
-        str | None, typer.Option("--draft-model", metavar="PATH", help="The drafter's own files (dflash2, model).")
+        str | None, typer.Option("--draft-model", metavar="PATH", help="The drafter's own files, or a profile.")
     ] = None,
     drafts: Annotated[int | None, typer.Option("--drafts", min=1, max=15, help="Most drafted tokens a step.")] = None,
     draft_acceptance: Annotated[

@@ -21,7 +21,14 @@ def command(
     no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Never reuse earlier prompts.")] = False,
     no_spec: Annotated[bool, typer.Option("--no-spec", help="Never draft tokens.")] = False,
     drafter: Annotated[str | None, typer.Option("--drafter", help="lookup, nextn, dflash2, model or none.")] = None,
+    draft_model: Annotated[
+        str | None,
+        typer.Option("--draft-model", metavar="PATH", help="The drafter's own files, or a profile (dflash2, model)."),
+    ] = None,
     drafts: Annotated[int | None, typer.Option("--drafts", min=1, max=15, help="Most drafted tokens a step.")] = None,
+    draft_acceptance: Annotated[
+        str | None, typer.Option("--draft-acceptance", help="exact (default) or rejection.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show a profile: settings with their origins, files, platforms, figures, what is missing."""
@@ -32,9 +39,10 @@ def command(
 
     given = EngineFlags(
         ctx=ctx, max_seqs=max_seqs, kv_dtype=kv_dtype, prefix_cache=not no_prefix_cache, speculate=not no_spec,
-        drafter=drafter, drafts=drafts,
+        drafter=drafter, draft_model=draft_model, drafts=drafts, draft_acceptance=draft_acceptance,
     )  # fmt: skip
-    resolved = fitted(resolve(profile, model=model, flags=given.settings(), platform=platform, device=device))
+    resolved = resolve(profile, model=model, flags=given.settings(), platform=platform, device=device)
+    resolved = fitted(given.with_draft_model(resolved)[0])
     if as_json:
         speak(json.dumps(show_json(resolved), indent=2) + "\n")
     else:

@@ -66,6 +66,8 @@ def build(arguments: dict[str, Any], progress: ProgressCallback) -> LoadedEngine
     progress("caches", 0, 0)
     identity = CacheIdentity(settings.name, loaded.fingerprint, f"{config.cache.dtype.value}/{device.type}")
     companion = _load_companion(loaded, config, device, lambda done, total: progress("drafter", done, total))
+    if companion is not None:
+        probe.mark()
     engine = Engine(
         loaded.model,
         config,
@@ -74,7 +76,7 @@ def build(arguments: dict[str, Any], progress: ProgressCallback) -> LoadedEngine
         companion=companion.model if companion is not None else None,
     )
     probe.mark()
-    memory = probe.measure(loaded, engine)
+    memory = probe.measure(loaded, engine, companion)
     return LoadedEngine(engine, engine.info(_facts(loaded, config, engine, time.monotonic() - started), memory))
 
 

@@ -110,7 +110,8 @@ class SpeculationConfig:
     max_draft: most drafted tokens of a request in a step, 1 .. 15 (7: measured on CPUs, a ninth token in a row costs as
     much as three before it, see the notebook). schedule: rows (from, to, k) over the number of decoding requests; k
     bounds the draft there, 0 = none. measured: turn drafting down or off while it does not pay.
-    model_path: the drafter's own files, for DFLASH2 and MODEL.
+    model_path: the drafter's own files, for DFLASH2 and MODEL. cache_bytes: memory of the caches that a MODEL drafter
+    has for itself, as the plan decided; None = a part of what is free.
     """
 
     drafter: DrafterKind = DrafterKind.NONE
@@ -120,6 +121,7 @@ class SpeculationConfig:
     draw: DraftDraw = DraftDraw.COUPLED
     acceptance: Acceptance = Acceptance.EXACT
     model_path: str | None = None
+    cache_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

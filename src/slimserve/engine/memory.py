@@ -9,7 +9,10 @@ import torch
 
 from slimserve.engine.loop import Engine
 from slimserve.engine.request import Request, SamplingParams
-from slimserve.engine.sample import SamplingRow, TokenCounts, build_batch, sample
+from slimserve.engine.sample import SamplingRow, TokenCounts, build_batch, sample, score
+from slimserve.engine.scheduler import SCORED_STEP
+from slimserve.engine.speculate.contract import Holder
+from slimserve.engine.speculate.model_drafter import ModelDrafter
 from slimserve.hardware import free_device_memory
 from slimserve.weights.loader import LoadedModel
 
@@ -17,7 +20,8 @@ _WARM_UP_SECONDS = 600.0
 
 
 class MemoryProbe:
-    """Reads the device's memory at three moments: before anything is loaded, after weights, after caches.
+    """Reads the device's memory at moments: before anything is loaded, after the weights, after those of a drafter's
+    own model where there is one, after caches.
 
     On CUDA, `runtime` is what this process took besides torch's own allocations: the context and loaded kernels. It is
     right while no other process takes or frees memory on the device meanwhile.
@@ -45,14 +49,20 @@ class MemoryProbe:
             return int(torch.cuda.memory_allocated(self._device))
         return _resident_bytes()
 
-    def measure(self, loaded: LoadedModel, engine: Engine) -> dict[str, int]:
-        """Bytes by the plan's names. Call after `mark` was called once after loading and once after building."""
+    def measure(self, loaded: LoadedModel, engine: Engine, companion: LoadedModel | None = None) -> dict[str, int]:
+        """Bytes by the plan's names. Call after `mark` was called after each loading and once after building."""
         assert engine.cache.storage is not None
         cache = engine.cache.storage.num_bytes
+        drafter = _drafter_bytes(engine)
         if self._device.type != "cuda":
             # Weights stay in the file's mapping and untouched cache pages take nothing yet: both count in full.
-            return {"runtime": self._marks[0], "weights": sum(f.num_bytes for f in loaded.memory), "cache": cache}
+            weights = {"weights": sum(f.num_bytes for f in loaded.memory)}
+            if companion is not None:
+                weights["drafter.weights"] = sum(f.num_bytes for f in companion.memory)
+            return {"runtime": self._marks[0], **weights, "cache": cache, **drafter}
         before, with_weights = self._marks[:2]
+        if companion is not None:
+            drafter["drafter.weights"] = self._marks[2] - with_weights
         forward = engine.runner.forward
         # Graphs come last, so that what they take shows apart from the memory of plain steps.
         recorder, forward.recorder = forward.recorder, None
@@ -66,8 +76,9 @@ class MemoryProbe:
             "cache": cache,
             "inputs": inputs,
             "working": working,
+            **drafter,
             # Everything else that is reserved: rounding of large tensors (torch counts it as theirs), free blocks.
-            "allocator": reserved - (with_weights - before) - cache - inputs - working,
+            "allocator": reserved - (with_weights - before) - cache - inputs - working - sum(drafter.values()),
         }
         torch.cuda.empty_cache()
         free = free_device_memory(self._index)
@@ -106,12 +117,39 @@ def warm_up(engine: Engine, device: torch.device) -> int:
 
 @torch.inference_mode()
 def draw_widest(engine: Engine) -> None:
-    """The widest plain step and a draw of all its rows in the costliest way: edited logits, top-k and top-p."""
-    computed = engine.runner.forward.compute_widest()
+    """The widest plain step and a draw of all its rows in the costliest way: edited logits, top-k and top-p; the same
+    beside as many scored prompt rows as a step may have; and the drafter's widest draw."""
+    hidden = engine.runner.forward.compute_widest().hidden  # [R, H]
     vocab_size = engine.model.config.vocab_size
+    _draw(engine.model.logits(hidden), vocab_size)
+    draw_and_score(engine.model.logits(torch.cat((hidden, hidden[:1].expand(SCORED_STEP, -1)))), len(hidden))
+    del hidden
+    if isinstance(engine.drafter, Holder):
+        drafted = engine.drafter.compute_widest(engine.config.speculation.max_draft)
+        _draw(drafted, drafted.shape[1])
+
+
+def draw_and_score(logits: torch.Tensor, num_drawn: int) -> None:
+    """What the runner does with a step's logits [L, V]: draws from num_drawn rows, scores the others."""
+    chosen = logits[list(range(num_drawn))]
+    _draw(chosen, logits.shape[1])
+    del chosen
+    score(logits[num_drawn:], torch.zeros(len(logits) - num_drawn, dtype=torch.int64), 0)
+
+
+def _draw(logits: torch.Tensor, vocab_size: int) -> None:
     params = SamplingParams(temperature=1.0, top_k=20, top_p=0.95, frequency_penalty=0.5, seed=0)
-    rows = [SamplingRow(params, 0, 1, counts=TokenCounts([0], [0])) for _ in range(len(computed.logits))]
-    sample(computed.logits, build_batch(rows, vocab_size))
+    rows = [SamplingRow(params, 0, 1, counts=TokenCounts([0], [0])) for _ in range(len(logits))]
+    sample(logits, build_batch(rows, vocab_size))
+
+
+def _drafter_bytes(engine: Engine) -> dict[str, int]:
+    """What a drafter holds besides weights, by the plan's names."""
+    drafter = engine.drafter
+    held = {"drafter.buffers": drafter.buffer_bytes} if isinstance(drafter, Holder) else {}
+    if isinstance(drafter, ModelDrafter) and drafter.cache.storage is not None:
+        held["drafter.cache"] = drafter.cache.storage.num_bytes
+    return held
 
 
 def _resident_bytes() -> int:

@@ -28,7 +28,7 @@ _LEAST_PREFILL = 16
 _MOST_LOOKED_AT = 64
 """Waiting requests that one step looks at."""
 
-_SCORED_STEP = 64
+SCORED_STEP = 64
 """Most tokens of a step whose prompt log probabilities are wanted, of all requests together: each needs a row of
 logits, which is as wide as the vocabulary."""
 
@@ -169,7 +169,7 @@ class Scheduler:
         if rows:
             budget = min(budget, self._config.mixed_prefill_budget)
         budget = max(budget, min(_LEAST_PREFILL, self._config.token_budget))
-        self._scored_left = _SCORED_STEP
+        self._scored_left = SCORED_STEP
         self._plan_prefill(rows, budget)
         if not rows and self._waiting and not self._running:
             self._end(self._waiting[0], FinishReason.ERROR, "the cache cannot hold this request, though it should")

@@ -190,7 +190,8 @@ class MemoryGate:
 
     def __call__(self, trial: Trial) -> GateResult:
         """See `live_beside_plan`."""
-        cache = self.plan.by_group().get("cache", 0)
+        groups = self.plan.by_group()
+        cache = groups.get("cache", 0) + groups.get("drafter.cache", 0)
         result = live_beside_plan(
             trial.live_bytes(), self.plan.total_bytes, cache if self.untouched_pages_are_free else 0
         )

@@ -37,7 +37,7 @@ def compare(plan: MemoryPlan, measured: Mapping[str, int]) -> tuple[Comparison, 
     rows = []
     groups: dict[str, int] = {}
     for term in plan.terms:
-        if term.name == "reserve":
+        if term.name == "reserve" or term.device != plan.memory.label:
             continue
         if term.name in measured:
             rows.append(_row(term.name, term.num_bytes, measured[term.name]))

@@ -125,14 +125,14 @@ def describe_config(
     return _from_config(name, architecture.name, "catalog: config and format map", parsed, weights)
 
 
-def describe_file(path: str | Path) -> Description:
-    """A model from the headers of its file or folder."""
-    return describe_source(open_source(Path(path)))
+def describe_file(path: str | Path, *, drafter: bool = False) -> Description:
+    """A model from the headers of its file or folder; `drafter`: they hold a block drafter for another model."""
+    return describe_source(open_source(Path(path)), drafter=drafter)
 
 
-def describe_source(source: Source) -> Description:
-    """A model from an opened container."""
-    architecture, parsed = read_config(source)
+def describe_source(source: Source, *, drafter: bool = False) -> Description:
+    """A model, or a block drafter, from an opened container."""
+    architecture, parsed = read_config(source, drafter=drafter)
     gguf = source.container is Container.GGUF
     weights = []
     for spec in parsed.parameters():

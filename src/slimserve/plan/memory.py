@@ -12,14 +12,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from slimserve.cache.budget import CacheDemand, CachePlan, GroupPlan, full_budget, minimum_budget, plan_cache
-from slimserve.engine.config import EngineConfig
+from slimserve.cache.budget import CacheDemand, CachePlan, minimum_budget
+from slimserve.engine.config import DrafterKind, EngineConfig, SpeculationConfig
 from slimserve.errors import RefusalError
 from slimserve.hardware import format_bytes
 from slimserve.layers.contract import BLOCK_TOKENS
-from slimserve.models.contract import BufferSpec, CacheKind, CacheSpec, Role
-from slimserve.ops.held import held_bytes
+from slimserve.models.contract import CacheSpec
+from slimserve.plan.caches import GIB, cache_terms, shard, split_memory, tokens_per_gib
 from slimserve.plan.description import DRAFTER, Description
+from slimserve.plan.drafter import DrafterMemory
+from slimserve.plan.weights import weight_terms
 from slimserve.plan.working import (
     MIB,
     DeviceMemory,
@@ -42,8 +44,6 @@ __all__ = [
     "plan_memory",
 ]
 
-GIB = 1 << 30
-
 RUNTIME_BYTES = {"cpu": 240 * MIB, "cuda": 640 * MIB}
 """The engine's process before it loads anything: python and torch, or on CUDA the device context with its kernels;
 measured, see docs/notebook.md."""
@@ -61,19 +61,16 @@ RESERVE_LEAST = {"cpu": 512 * MIB, "cuda": 512 * MIB}
 USEFUL_CONTEXT = 32768
 """Below this, fewer sequences are offered before a shorter context."""
 
-CPU_CACHE_SHARE = 0.5
-"""Part of a computer's free memory that caches take where no record says how much; the rest is its owner's."""
-
-HOST = "host"
-"""Label of terms that lie in the computer's memory while the model runs on an accelerator."""
-
-REPLICATED = frozenset({Role.NORM.value, Role.SMALL.value, Role.ROUTER.value, Role.CONV.value, Role.BIAS.value})
-REPLICATED_CACHES = frozenset({CacheKind.LATENT, CacheKind.INDEXER})
+DRAFTER_PARTS = frozenset({"weights", "cache", "buffers", "working", "distributions"})
+"""Terms of a drafter with a model or buffers of its own; drafter.FORMAT is an MTP layer of the model's own files."""
 
 
 def group_of(term: str) -> str:
     """The group that a term is measured with; terms that only show together share one."""
-    head = term.split(".")[0]
+    head, _, rest = term.partition(".")
+    part = rest.split(".")[0]
+    if head == DRAFTER and part in DRAFTER_PARTS:
+        return "working" if part == "working" else f"{head}.{part}"
     shared = {DRAFTER: "weights", "activations": "working", "logits": "working"}
     return {**shared, "scratch": "working", "slack": "allocator", "rounding": "allocator"}.get(head, head)
 
@@ -87,6 +84,8 @@ class MemoryPlan:
     `most_sequences`: sequences, up to those asked for, beside which one request of max_context tokens would fit.
     `smaller`: fewer sequences and the longest context beside them, where neither of the two alone is enough.
     `stated_bytes`: the cache budget that a record or flag states, None where the plan decides.
+    `drafter_cache`: the caches that a drafter has for itself (None: it has none, or nothing fits), of which
+    `drafter_minimum_bytes` hold one longest request; `fits_plainly`: whether everything but the drafter fits.
     """
 
     terms: tuple[Term, ...]
@@ -103,6 +102,25 @@ class MemoryPlan:
     stated_bytes: int | None
     tokens_per_gib: int
     notes: tuple[str, ...]
+    drafter_cache: CachePlan | None = None
+    drafter_minimum_bytes: int = 0
+    fits_plainly: bool = True
+
+    @property
+    def needed_bytes(self) -> int:
+        """What one longest request takes with everything that is always there, the reserve included."""
+        caches = self.cache_minimum_bytes + self.drafter_minimum_bytes
+        return self.fixed_bytes + self.reserve_bytes + caches
+
+    @property
+    def drafter_bytes(self) -> int:
+        """Bytes on the device that only the drafter's own model and buffers take, its caches at their least."""
+        parts = {f"{DRAFTER}.{part}" for part in ("weights", "buffers", "working")}
+        held = sum(
+            term.num_bytes for term in self.terms
+            if term.device == self.memory.label and ".".join(term.name.split(".")[:2]) in parts
+        )  # fmt: skip
+        return held + self.drafter_minimum_bytes
 
     @property
     def fits(self) -> bool:
@@ -133,11 +151,9 @@ class MemoryPlan:
         """Bytes missing for one longest request; 0 where it fits."""
         if self.fits or self.caches_too_small:
             return 0
-        needed = self.fixed_bytes + self.reserve_bytes + self.cache_minimum_bytes
-        stated = self.stated_bytes or 0
-        return max(
-            needed - self.memory.free_bytes, self.fixed_bytes + self.reserve_bytes + stated - self.memory.free_bytes
-        )
+        # A stated budget is taken whole, however little of it one request needs.
+        stated = max((self.stated_bytes or 0) - self.cache_minimum_bytes, 0)
+        return self.needed_bytes + stated - self.memory.free_bytes
 
     @property
     def sequences_at_context(self) -> float:
@@ -158,13 +174,14 @@ class MemoryPlan:
     def refusal(self, name: str) -> RefusalError:
         """The sentence for a configuration that does not fit, with the numbers and one remedy that works."""
         free, size = format_bytes(self.memory.free_bytes), format_bytes
-        needed = self.fixed_bytes + self.reserve_bytes + self.cache_minimum_bytes
         if self.most_sequences:
             remedy = f"--max-seqs {self.most_sequences} fits"
         elif self.longest_context:
             remedy = f"--ctx {self.longest_context} fits"
         elif self.smaller is not None:
             remedy = f"--max-seqs {self.smaller[0]} --ctx {self.smaller[1]} fits"
+        elif self.fits_plainly and self.drafter_bytes:
+            remedy = "--no-spec fits"
         else:
             remedy = "no context fits here"
         if self.caches_too_small:
@@ -173,71 +190,144 @@ class MemoryPlan:
                 f"{name} does not fit: one request of {self.max_context} tokens with {self.max_sequences} sequences "
                 f"needs {size(self.cache_minimum_bytes)} of caches and cache_bytes allows {allowed}; {remedy}"
             )
+        drafter = f", {size(self.drafter_bytes)} of all that for the drafter" if self.drafter_bytes else ""
         return RefusalError(
             f"{name} does not fit: one request of {self.max_context} tokens with {self.max_sequences} sequences needs "
-            f"{size(needed)} on {self.memory.label} ({size(self.fixed_bytes)} weights and buffers, "
-            f"{size(self.cache_minimum_bytes)} caches, {size(self.reserve_bytes)} reserve), {free} are free; {remedy}"
+            f"{size(self.needed_bytes)} on {self.memory.label} ({size(self.fixed_bytes)} weights and buffers, "
+            f"{size(self.cache_minimum_bytes + self.drafter_minimum_bytes)} caches, {size(self.reserve_bytes)} reserve"
+            f"{drafter}), {free} are free; {remedy}"
         )
 
 
 def plan_memory(
-    description: Description, config: EngineConfig, memory: DeviceMemory, *, max_draft: int = 0, drafter: bool = False
+    description: Description,
+    config: EngineConfig,
+    memory: DeviceMemory,
+    *,
+    max_draft: int = 0,
+    drafter: bool = False,
+    companion: Description | None = None,
 ) -> MemoryPlan:
     """Plan a configuration on a device's memory; never raises for what does not fit (see MemoryPlan.fits).
 
-    drafter: whether the model's own draft layers run, and so need caches.
+    drafter: whether the model's own draft layers run, and so need caches. companion: the model that the drafter of
+    config.speculation brings.
     """
-    specs = _sharded(_specs(description, config, drafter), description, memory.count)
-    demand = _demand(description, config)
-    fixed = _fixed_terms(description, config, demand, memory, max_draft, specs)
-    reserve = _reserve(memory)
-    if memory.kind == "cuda":
-        rounding = rounding_bytes(description, specs, demand, memory)
-        fixed.append(Term("rounding", rounding, memory.label, "formula: tensors above 10 MiB in pieces of 2 MiB"))
-    fixed_bytes = sum(term.num_bytes for term in fixed if term.device == memory.label)
-    available = memory.free_bytes - fixed_bytes - reserve
-    stated = None if config.cache.budget_bytes is None else -(-config.cache.budget_bytes // memory.count)
-    cache = _plan_cache(specs, demand, stated, memory, available)
-    most = available if stated is None else min(available, stated)
-    terms = [*fixed, *(_cache_terms(cache, memory.label) if cache is not None else ())]
-    terms.append(
-        Term("reserve", reserve, memory.label, f"{RESERVE_SHARE[memory.kind]:.0%} of the memory, never planned")
-    )
-
-    def room(context: int) -> int:
-        """Bytes for caches where the longest request has `context` tokens: tables and recorded steps grow with it."""
-        moved = _moving_bytes(description, config, specs, replace(demand, max_context=context), memory, max_draft)
-        left = available + _moving_bytes(description, config, specs, demand, memory, max_draft) - moved
-        return left if stated is None else min(left, stated)
-
-    longest = _longest_context(description, config, specs, room, demand.max_sequences)
-    return MemoryPlan(
-        terms=tuple(terms),
-        memory=memory,
-        max_context=demand.max_context,
-        max_sequences=demand.max_sequences,
-        fixed_bytes=fixed_bytes,
-        reserve_bytes=reserve,
-        cache=cache,
-        cache_minimum_bytes=minimum_budget(specs, demand),
-        longest_context=longest,
-        most_sequences=_most_sequences(specs, demand, most),
-        smaller=_smaller(description, config, specs, room, demand),
-        stated_bytes=stated,
-        tokens_per_gib=_tokens_per_gib(specs, demand, cache),
-        notes=_notes(description),
-    )
+    kind = DrafterKind.NEXTN if drafter else config.speculation.drafter
+    drafting = DrafterMemory(kind, description, companion, config, max_draft)
+    planner = _Planner(description, config, memory, max_draft, drafting)
+    result = planner.plan()
+    if result.fits or companion is None:
+        return result
+    plain = replace(config, speculation=SpeculationConfig())
+    return replace(result, fits_plainly=plan_memory(description, plain, memory).fits)
 
 
-def _specs(description: Description, config: EngineConfig, drafter: bool) -> tuple[CacheSpec, ...]:
-    dtype = config.cache.dtype.torch
-    own = tuple(description.caches(dtype))
-    return (*own, *description.drafter_caches(dtype)) if drafter else own
+@dataclass(frozen=True, slots=True)
+class _Planner:
+    """What a plan is made from. `max_draft`: most drafted tokens of a row."""
+
+    description: Description
+    config: EngineConfig
+    memory: DeviceMemory
+    max_draft: int
+    drafter: DrafterMemory
+
+    def plan(self) -> MemoryPlan:
+        """See plan_memory."""
+        description, config, memory, drafter = self.description, self.config, self.memory, self.drafter
+        specs, demand = self.specs(), _demand(description, config)
+        longest, budget = description.max_context, config.scheduler.token_budget
+        fixed = self.fixed_terms(demand, specs)
+        reserve = _reserve(memory)
+        fixed_bytes = sum(term.num_bytes for term in fixed if term.device == memory.label)
+        available = memory.free_bytes - fixed_bytes - reserve
+        stated = None if config.cache.budget_bytes is None else -(-config.cache.budget_bytes // memory.count)
+        cache, own = split_memory(specs, demand, stated, memory, available, drafter)
+        terms = [*fixed, *cache_terms("cache", cache, memory.label), *cache_terms("drafter.cache", own, memory.label)]
+        terms.append(
+            Term("reserve", reserve, memory.label, f"{RESERVE_SHARE[memory.kind]:.0%} of the memory, never planned")
+        )
+
+        def fits(wanted: CacheDemand) -> bool:
+            """Whether one longest request fits; tables and recorded steps grow with the context."""
+            moved = self.moving_bytes(wanted, specs) - self.moving_bytes(demand, specs)
+            needed, beside = minimum_budget(specs, wanted), drafter.least_cache(wanted)
+            return needed <= (needed if stated is None else stated) and (
+                max(needed, stated or 0) + beside <= available - moved
+            )
+
+        return MemoryPlan(
+            terms=tuple(terms),
+            memory=memory,
+            max_context=demand.max_context,
+            max_sequences=demand.max_sequences,
+            fixed_bytes=fixed_bytes,
+            reserve_bytes=reserve,
+            cache=cache,
+            cache_minimum_bytes=minimum_budget(specs, demand),
+            longest_context=_longest_context(longest, budget, demand, fits),
+            most_sequences=_most_sequences(demand, fits),
+            smaller=_smaller(longest, budget, demand, fits),
+            stated_bytes=stated,
+            tokens_per_gib=tokens_per_gib(specs, demand, cache, drafter),
+            notes=(*_notes(description), *drafter.notes()),
+            drafter_cache=own,
+            drafter_minimum_bytes=drafter.least_cache(demand),
+        )
+
+    def specs(self) -> tuple[CacheSpec, ...]:
+        """The groups of the engine's caches, on one device; a block drafter's are whole on each."""
+        own = tuple(self.description.caches(self.config.cache.dtype.torch))
+        pooled, count = self.drafter.pooled, self.memory.count
+        if self.drafter.kind is DrafterKind.NEXTN:
+            return shard((*own, *pooled), self.description, count)
+        return (*shard(own, self.description, count), *pooled)
+
+    def fixed_terms(self, demand: CacheDemand, specs: Sequence[CacheSpec]) -> list[Term]:
+        """Everything but caches and reserve."""
+        description, memory, limits = self.description, self.memory, self.config.scheduler
+        label, kind = memory.label, memory.kind
+        terms = [Term("runtime", RUNTIME_BYTES[kind], label, "measured: python, torch and the device context")]
+        if SERVER_BYTES[kind]:
+            tokens = description.vocab_size
+            source = f"measured: the process that speaks HTTP; {tokens} tokens x {TOKENIZER_BYTES} bytes"
+            held = SERVER_BYTES[kind] + TOKENIZER_BYTES * tokens
+            terms.append(Term("server", held, label, source))
+        terms += weight_terms(description, memory) + self.drafter.weight_terms(memory)
+        rows = limits.max_sequences * (1 + self.max_draft)
+        tokens = limits.token_budget + rows
+        working = working_terms(description, self.config, tokens, rows, memory)
+        working += self.drafter.working_terms(working, memory, tokens, rows)
+        terms += [*working, *self.input_terms(demand, specs), *self.graph_terms(demand)]
+        terms.append(slack_term([term for term in working if term.device == label], memory))
+        if kind == "cuda":
+            rounding = rounding_bytes(description, specs, demand, memory) + self.drafter.rounding_bytes(demand, memory)
+            terms.append(Term("rounding", rounding, label, "formula: tensors above 10 MiB in pieces of 2 MiB"))
+        return terms
+
+    def input_terms(self, demand: CacheDemand, specs: Sequence[CacheSpec]) -> list[Term]:
+        """Input buffers of the model's steps and of the drafter's."""
+        label, limits = self.memory.label, self.config.scheduler
+        own = specs[: len(specs) - len(self.drafter.pooled)]
+        tokens = limits.token_budget + limits.max_sequences * (1 + self.max_draft)
+        inputs = Term("inputs", input_bytes(own, demand, tokens), label, "formula: tables and indices of a step")
+        return [inputs, *self.drafter.buffer_term(demand, label)]
+
+    def graph_terms(self, demand: CacheDemand) -> list[Term]:
+        """Recorded steps."""
+        q_len = 1 + self.max_draft
+        return graph_terms(self.description, self.config, demand, demand.max_sequences * q_len, self.memory, q_len)
+
+    def moving_bytes(self, demand: CacheDemand, specs: Sequence[CacheSpec]) -> int:
+        """The part of the fixed terms that grows with the longest context, at as many sequences as are asked for."""
+        asked = replace(demand, max_sequences=self.config.scheduler.max_sequences)
+        return sum(term.num_bytes for term in (*self.input_terms(asked, specs), *self.graph_terms(asked)))
 
 
-def _demand(description: Description, config: EngineConfig, max_context: int | None = None) -> CacheDemand:
+def _demand(description: Description, config: EngineConfig) -> CacheDemand:
     limits = config.scheduler
-    context = max_context or min(limits.max_context, description.max_context)
+    context = min(limits.max_context, description.max_context)
     return CacheDemand(
         max_sequences=limits.max_sequences,
         max_context=context,
@@ -246,165 +336,33 @@ def _demand(description: Description, config: EngineConfig, max_context: int | N
     )
 
 
-def _sharded(specs: Sequence[CacheSpec], description: Description, count: int) -> tuple[CacheSpec, ...]:
-    """The cache table of one of `count` devices: heads are split, latents and indexer keys are replicated."""
-    if count == 1:
-        return tuple(specs)
-    sharded = []
-    for spec in specs:
-        parts = 1 if spec.kind in REPLICATED_CACHES else count
-        if spec.kind in (CacheKind.ATTENTION, CacheKind.WINDOW):
-            parts = min(count, description.num_kv_heads)
-        page, slot, opened = (_cut(buffers, parts) for buffers in (spec.page, spec.slot, spec.open))
-        sharded.append(replace(spec, page=page, slot=slot, open=opened))
-    return tuple(sharded)
-
-
-def _cut(buffers: Sequence[BufferSpec], parts: int) -> tuple[BufferSpec, ...]:
-    return tuple(BufferSpec(buffer.name, (-(-buffer.num_bytes // parts),), torch.uint8) for buffer in buffers)
-
-
-def _fixed_terms(
-    description: Description,
-    config: EngineConfig,
-    demand: CacheDemand,
-    memory: DeviceMemory,
-    max_draft: int,
-    specs: Sequence[CacheSpec],
-) -> list[Term]:
-    """Everything but caches and reserve."""
-    label, kind, limits = memory.label, memory.kind, config.scheduler
-    terms = [Term("runtime", RUNTIME_BYTES[kind], label, "measured: python, torch and the device context")]
-    if SERVER_BYTES[kind]:
-        source = f"measured: the process that speaks HTTP; {description.vocab_size} tokens x {TOKENIZER_BYTES} bytes"
-        held = SERVER_BYTES[kind] + TOKENIZER_BYTES * description.vocab_size
-        terms.append(Term("server", held, label, source))
-    terms += _weight_terms(description, memory)
-    tokens = limits.token_budget + limits.max_sequences * (1 + max_draft)
-    rows = limits.max_sequences * (1 + max_draft)
-    working = working_terms(description, config, tokens, rows, memory)
-    inputs = Term("inputs", input_bytes(specs, demand, tokens), label, "formula: tables and indices of a step")
-    graphs = graph_terms(description, config, demand, rows, memory, 1 + max_draft)
-    return [
-        *terms,
-        *working,
-        inputs,
-        *graphs,
-        slack_term(working, memory),
-    ]
-
-
-def _moving_bytes(
-    description: Description,
-    config: EngineConfig,
-    specs: Sequence[CacheSpec],
-    demand: CacheDemand,
-    memory: DeviceMemory,
-    max_draft: int,
-) -> int:
-    """The part of the fixed terms that grows with the longest context."""
-    rows = demand.max_sequences * (1 + max_draft)
-    graphs = graph_terms(description, config, demand, rows, memory, 1 + max_draft)
-    tables = input_bytes(specs, demand, config.scheduler.token_budget + rows)
-    return tables + sum(term.num_bytes for term in graphs)
-
-
-def _weight_terms(description: Description, memory: DeviceMemory) -> list[Term]:
-    """Weights by family and format, as their kernels hold them; families that are not split are whole everywhere."""
-    sums: dict[tuple[str, str, str, bool], int] = {}
-    for weight in description.weights:
-        key = (weight.family, weight.format, weight.source, weight.host)
-        size = weight.num_bytes
-        if memory.kind == "cuda" and weight.shape and weight.format:
-            size = held_bytes(weight.format, weight.shape, size)
-        sums[key] = sums.get(key, 0) + size
-    terms = []
-    for (family, fmt, source, host), num_bytes in sums.items():
-        split = family not in REPLICATED and memory.count > 1 and not host
-        held = -(-num_bytes // memory.count) if split else num_bytes
-        shared = f", 1/{memory.count} of it" if split else ""
-        words = {"bound": "catalog: upper bound by the machine of the record"}.get(source)
-        prefix = DRAFTER if family == DRAFTER else f"weights.{family}"
-        label = HOST if host and memory.kind != "cpu" else memory.label
-        terms.append(Term(f"{prefix}.{fmt}", held, label, f"{words or description.source}{shared}"))
-    return terms
-
-
 def _reserve(memory: DeviceMemory) -> int:
     return max(int(RESERVE_SHARE[memory.kind] * memory.total_bytes), RESERVE_LEAST[memory.kind])
 
 
-def _plan_cache(
-    specs: Sequence[CacheSpec], demand: CacheDemand, stated: int | None, memory: DeviceMemory, available: int
-) -> CachePlan | None:
-    """The engine's own split of the budget; None where it would not fit."""
-    least = minimum_budget(specs, demand)
-    if stated is not None:
-        budget = stated
-    elif memory.kind == "cpu":
-        budget = max(min(full_budget(specs, demand), int(available * CPU_CACHE_SHARE)), least)
-    else:
-        budget = min(full_budget(specs, demand), available)
-    if budget < least or budget > available:
-        return None
-    if not specs:
-        return CachePlan(demand, (), budget, 0)
-    return plan_cache(specs, demand, budget)
+Fits = Callable[[CacheDemand], bool]
+"""Whether one longest request of a demand fits."""
 
 
-def _cache_terms(cache: CachePlan, label: str) -> list[Term]:
-    terms = []
-    for group in cache.groups:
-        for name, count, unit in _parts(group, cache.demand):
-            source = f"cache table: {count} x {unit:,} bytes"
-            terms.append(Term(f"cache.{group.name}.{name}", count * unit, label, source))
-    if cache.unused_bytes:
-        terms.append(Term("cache.unused", cache.unused_bytes, label, "too little for one more block"))
-    return terms
+def _longest_context(longest: int, token_budget: int, demand: CacheDemand, fits: Fits) -> int:
+    """The longest context (a multiple of 64 up to `longest`) of which one request fits; 0 where none does."""
 
+    def context_fits(blocks: int) -> bool:
+        context = min(blocks * BLOCK_TOKENS, longest)
+        return fits(replace(demand, max_context=context, chunk_tokens=min(token_budget, context)))
 
-def _parts(group: GroupPlan, demand: CacheDemand) -> list[tuple[str, int, int]]:
-    """(part, count, bytes of one) of a group: pages, or running states and kept snapshots; and open buffers."""
-    parts = [("pages", group.num_units, group.unit_bytes)]
-    if group.kind is CacheKind.RECURRENT:
-        running = min(2 * demand.max_sequences + 1, group.num_units)
-        parts = [("states", running, group.unit_bytes), ("snapshots", group.num_units - running, group.unit_bytes)]
-    if group.num_open and group.open_bytes:
-        parts.append(("open", group.num_open, group.open_bytes))
-    return parts
-
-
-def _longest_context(
-    description: Description,
-    config: EngineConfig,
-    specs: Sequence[CacheSpec],
-    room: Callable[[int], int],
-    max_sequences: int,
-) -> int:
-    """The longest context (a multiple of 64 up to the model's) of which one request fits; 0 where none does."""
-
-    def fits(blocks: int) -> bool:
-        longer = _demand(description, config, min(blocks * BLOCK_TOKENS, description.max_context))
-        return minimum_budget(specs, replace(longer, max_sequences=max_sequences)) <= room(longer.max_context)
-
-    low, high = 0, -(-description.max_context // BLOCK_TOKENS)
+    low, high = 0, -(-longest // BLOCK_TOKENS)
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return min(low * BLOCK_TOKENS, description.max_context)
+        low, high = (middle, high) if context_fits(middle) else (low, middle - 1)
+    return min(low * BLOCK_TOKENS, longest)
 
 
-def _smaller(
-    description: Description,
-    config: EngineConfig,
-    specs: Sequence[CacheSpec],
-    room: Callable[[int], int],
-    demand: CacheDemand,
-) -> tuple[int, int] | None:
+def _smaller(longest: int, token_budget: int, demand: CacheDemand, fits: Fits) -> tuple[int, int] | None:
     """(sequences, context) with half, a quarter, ... of the sequences, as soon as a useful context fits beside them."""
     sequences, best = demand.max_sequences, None
     while sequences >= 1:
-        context = _longest_context(description, config, specs, room, sequences)
+        context = _longest_context(longest, token_budget, replace(demand, max_sequences=sequences), fits)
         if context and (best is None or context >= 2 * best[1]):
             best = (sequences, context)
         if context >= min(USEFUL_CONTEXT, demand.max_context):
@@ -413,22 +371,13 @@ def _smaller(
     return best
 
 
-def _most_sequences(specs: Sequence[CacheSpec], demand: CacheDemand, available: int) -> int:
+def _most_sequences(demand: CacheDemand, fits: Fits) -> int:
     """The most sequences (up to those asked for) with which one longest request fits; 0 where none does."""
     low, high = 0, demand.max_sequences
     while low < high:
         middle = (low + high + 1) // 2
-        fits = minimum_budget(specs, replace(demand, max_sequences=middle)) <= available
-        low, high = (middle, high) if fits else (low, middle - 1)
+        low, high = (middle, high) if fits(replace(demand, max_sequences=middle)) else (low, middle - 1)
     return low
-
-
-def _tokens_per_gib(specs: Sequence[CacheSpec], demand: CacheDemand, cache: CachePlan | None) -> int:
-    """Tokens of context that one more GiB for the caches would hold."""
-    if not specs:
-        return 0
-    budget = cache.budget_bytes if cache is not None else minimum_budget(specs, demand)
-    return plan_cache(specs, demand, budget + GIB).num_tokens - plan_cache(specs, demand, budget).num_tokens
 
 
 def _notes(description: Description) -> tuple[str, ...]:
@@ -460,6 +409,7 @@ def plan_json(plan: MemoryPlan) -> dict[str, object]:
         "max_context": plan.max_context,
         "max_sequences": plan.max_sequences,
         "cache_budget_bytes": None if cache is None else cache.budget_bytes,
+        "drafter_cache_bytes": None if plan.drafter_cache is None else plan.drafter_cache.budget_bytes,
         "cache_tokens": None if cache is None else cache.num_tokens,
         "sequences_at_context": round(plan.sequences_at_context, 3),
         "binding": plan.binding,

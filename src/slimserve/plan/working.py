@@ -12,12 +12,16 @@ from dataclasses import dataclass
 from slimserve.cache.budget import CacheDemand
 from slimserve.engine.config import EngineConfig
 from slimserve.engine.forward import LEAST_CONTEXT, row_counts
+from slimserve.engine.scheduler import SCORED_STEP
 from slimserve.layers.contract import BLOCK_TOKENS
 from slimserve.models.contract import CacheKind, CacheSpec, Role
 from slimserve.ops.held import product_scratch, scratch_rows
 from slimserve.plan.description import Description
 
 MIB = 1 << 20
+
+HOST = "host"
+"""Label of terms that lie in the computer's memory while the model runs on an accelerator."""
 
 SLACK_SHARE = {"cpu": 0.25, "cuda": 0.5}
 SLACK_LEAST = {"cpu": 32 * MIB, "cuda": 112 * MIB}
@@ -35,6 +39,9 @@ ROUNDED_FROM = 10 * MIB
 
 LOGITS_COPIES = 3.0
 """Float32 tables of logits alive at once while drawing: the logits, their edited copy, a sort or softmax of it."""
+
+HOST_ROWS = 6
+"""Rows of logits that the host's sampler holds besides those of the step: it draws and scores one row after another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +83,7 @@ def working_terms(
     ]
     if memory.kind == "cuda":
         beside = description.product_width * item
-        peak, length = max((length * beside + _scratch(description, length, memory.count), length)
+        peak, length = max((length * beside + scratch_bytes(description, length, memory.kind, memory.count), length)
                            for length in _lengths(description, tokens))  # fmt: skip
         source = f"formula: sums of parallel segments at {length} tokens, beyond the activations"
         terms.append(Term("scratch", max(0, peak - activations), label, source))
@@ -84,7 +91,22 @@ def working_terms(
     source = f"{rows} rows x {description.vocab_size} tokens x 4 bytes x {LOGITS_COPIES:g} tables"
     # A layer's activations are gone when logits are made: only what exceeds them counts.
     beyond = max(0, logits - sum(term.num_bytes for term in terms))
-    return [*terms, Term("logits", beyond, label, f"formula: {source}, beyond the activations")]
+    terms.append(Term("logits", beyond, label, f"formula: {source}, beyond the activations"))
+    tables = scored_tables(rows, memory.kind)
+    scored = max(0, int(tables * description.vocab_size * 4) - sum(term.num_bytes for term in terms))
+    source = f"{SCORED_STEP} scored prompt rows beside {rows}, {tables:g} rows in all x {description.vocab_size} tokens"
+    return [*terms, Term("logits.scored", scored, label, f"formula: {source} x 4 bytes, beyond the rest")]
+
+
+def scored_tables(rows: int, kind: str) -> float:
+    """Rows of logits alive at once in a step that draws from `rows` rows and scores SCORED_STEP prompt tokens.
+
+    The rows to draw from are copied out of the step's; after the draws, on a device, the scored ones are cleaned in a
+    copy.
+    """
+    if kind == "cpu":
+        return SCORED_STEP + max(LOGITS_COPIES * rows, 2.0 * rows + HOST_ROWS)
+    return max(SCORED_STEP + (1 + LOGITS_COPIES) * rows, rows + 2.0 * SCORED_STEP)
 
 
 def _products(description: Description) -> set[tuple[str, tuple[int, ...], bool]]:
@@ -101,8 +123,10 @@ def _lengths(description: Description, tokens: int) -> list[int]:
     return sorted({tokens, *(length for length in least if length < tokens)})
 
 
-def _scratch(description: Description, rows: int, count: int) -> int:
-    """Stored sums of the product that takes most of them, on one of `count` devices."""
+def scratch_bytes(description: Description, rows: int, kind: str, count: int = 1) -> int:
+    """Stored sums of the product that takes most of them, on one of `count` devices; none on a CPU."""
+    if kind != "cuda":
+        return 0
     found = (product_scratch(fmt, shape, rows * (description.experts_per_token if grouped else 1), grouped=grouped)
              for fmt, shape, grouped in _products(description))  # fmt: skip
     return -(-max(found, default=0) // count)
@@ -116,7 +140,7 @@ def graph_terms(
     if memory.kind != "cuda" or not config.graphs or not description.vocab_size:
         return [Term("graphs", 0, label, "no steps are recorded")]
     logits = rows * description.vocab_size * 4
-    large = (logits, _scratch(description, rows, memory.count))
+    large = (logits, scratch_bytes(description, rows, memory.kind, memory.count))
     pool = GRAPH_SEGMENTS + sum(-(-size // ROUNDING) * ROUNDING for size in large if size > GRAPH_SEGMENTS)
     results = logits + 2 * rows * description.hidden_size * config.numerics.activation_dtype.itemsize
     contexts = 1 + max(0, (demand.max_context - 1) // LEAST_CONTEXT).bit_length()

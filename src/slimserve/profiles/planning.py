@@ -57,6 +57,7 @@ def plan_profile(profile: ResolvedProfile, memory: DeviceMemory | None = None) -
         target,
         max_draft=profile.max_draft,
         drafter=profile.value("drafter") == "nextn",
+        companion=profile.draft_model,
     )
 
 
@@ -98,7 +99,7 @@ def _lowered(profile: ResolvedProfile, max_sequences: int, max_context: int) -> 
 
 
 def admit(profile: ResolvedProfile) -> tuple[EngineConfig, MemoryPlan]:
-    """The engine's configuration with the cache budget that the plan decided, and the plan.
+    """The engine's configuration with the cache budgets that the plan decided, and the plan.
 
     Raises RefusalError (exit code 3) with the numbers where it does not fit or this build cannot run it.
     """
@@ -108,7 +109,8 @@ def admit(profile: ResolvedProfile) -> tuple[EngineConfig, MemoryPlan]:
     if plan.cache is None:
         raise plan.refusal(profile.name)
     cache = replace(config.cache, budget_bytes=plan.cache.budget_bytes)
-    return replace(config, cache=cache), plan
+    own = None if plan.drafter_cache is None else plan.drafter_cache.budget_bytes
+    return replace(config, cache=cache, speculation=replace(config.speculation, cache_bytes=own)), plan
 
 
 def floors(

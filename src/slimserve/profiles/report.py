@@ -112,12 +112,11 @@ def judge(profile: ResolvedProfile) -> tuple[Verdict, str]:
     except RefusalError as error:
         return Verdict.DOES_NOT_FIT, str(error)
     if not plan.fits:
-        needed = plan.fixed_bytes + plan.reserve_bytes + plan.cache_minimum_bytes
         tuned = (
             "" if profile.platform is not None or profile.record is None else f"; made for {tuned_for(profile.record)}"
         )
         return Verdict.DOES_NOT_FIT, (
-            f"needs {format_bytes(needed)}, {format_bytes(plan.memory.free_bytes)} free{tuned}"
+            f"needs {format_bytes(plan.needed_bytes)}, {format_bytes(plan.memory.free_bytes)} free{tuned}"
         )
     files = "" if profile.files or profile.path else "; no checkpoint is named yet, give --model"
     return Verdict.FITS, fit_line(plan) + files

@@ -12,6 +12,7 @@ import torch
 
 from slimserve import fetch
 from slimserve.engine.config import (
+    Acceptance,
     Activations,
     CacheConfig,
     CacheDtype,
@@ -71,6 +72,7 @@ class ResolvedProfile:
 
     `platform` is the tuned record in use, None where no record was made for this machine. `invalidated` names the
     overrides by which the configuration is no longer the recorded one. `path` is set for models given as files.
+    `draft_model` is the model that the drafter brings, where somebody named one (see profiles.companion).
     """
 
     name: str
@@ -93,6 +95,8 @@ class ResolvedProfile:
     status_reason: str
     invalidated: tuple[str, ...]
     missing: tuple[str, ...]
+    draft_model: Description | None = None
+    draft_acceptance: Acceptance = Acceptance.EXACT
 
     def value(self, name: str) -> Any:
         """A setting's value; None where nothing sets it."""
@@ -168,7 +172,8 @@ class ResolvedProfile:
         kind = kinds.get(self.value("drafter"), DrafterKind.NONE)
         if kind is DrafterKind.NONE:
             return SpeculationConfig()
-        return SpeculationConfig(kind, self.max_draft, self.value("draft_schedule") or ())
+        schedule = self.value("draft_schedule") or ()
+        return SpeculationConfig(kind, self.max_draft, schedule, acceptance=self.draft_acceptance)
 
     def model_path(
         self, progress: fetch.Progress | None = None, fetch_settings: fetch.FetchSettings | None = None

@@ -9,15 +9,15 @@ import numpy as np
 import torch
 
 from slimserve.cache.manager import CacheManager
-from slimserve.engine.inputs import InputBuffers, InputRow
+from slimserve.engine.inputs import InputBuffers, InputRow, Padding
 from slimserve.engine.request import Request
 from slimserve.engine.sample import build_batch
 from slimserve.engine.sample.device import best_candidates, edited
 from slimserve.engine.speculate.distribution import Distribution
 from slimserve.engine.speculate.draws import DraftSampler
-from slimserve.engine.speculate.tracking import RING, Track, Tracker
+from slimserve.engine.speculate.tracking import Track, Tracker, buffer_tokens
 from slimserve.engine.step import StepPlan, StepResult
-from slimserve.layers.contract import Caches
+from slimserve.layers.contract import Caches, StepInput
 from slimserve.models.contract import CacheSpec
 from slimserve.models.dflash2 import BlockInput, DFlash2Model
 
@@ -55,9 +55,22 @@ class BlockDrafter:
             )
 
         # Three, because the host does not wait for the device between these uses.
-        self._observed = buffers(max_tokens + demand.max_sequences * RING)
-        self._waiting = buffers(demand.max_sequences * RING)
-        self._blocks = buffers(demand.max_sequences * config.block_size)
+        sizes = buffer_tokens(max_tokens, demand.max_sequences, config.block_size)
+        self._observed, self._waiting, self._blocks = (buffers(size) for size in sizes)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """See Holder."""
+        buffers = (self._observed, self._waiting, self._blocks)
+        return self._tracker.num_bytes + sum(part.num_bytes for part in buffers)
+
+    @torch.inference_mode()
+    def compute_widest(self, max_draft: int) -> torch.Tensor:
+        """See Holder."""
+        buffers, count = self._blocks, min(max_draft, self._model.config.max_draft)
+        padding = Padding(buffers.max_rows, 1 + count, buffers.max_context)
+        step = buffers.fill_rows((), self._cache, padding)
+        return self._logits(self._hidden(step, [count] * buffers.max_rows))
 
     def observe(self, plan: StepPlan, result: StepResult, hidden: torch.Tensor, tapped: Sequence[torch.Tensor]) -> None:
         """See Observer."""
@@ -104,19 +117,11 @@ class BlockDrafter:
             InputRow(track.sequence, track.known, (anchor, *(mask,) * count))
             for track, anchor, count in zip(tracks, anchors, counts, strict=True)
         ]
-        step = self._blocks.fill_rows(rows, self._cache)
-        block = BlockInput.of(step, [1 + count for count in counts])
-        hidden = self._model.hidden(self._target.embedding(step.token_ids), block, self._caches)
-        drafted: list[int] = []
-        for r, count in enumerate(counts):
-            first = r + sum(counts[:r]) + 1  # behind the anchors of the blocks so far
-            drafted.extend(range(first, first + count))
-        hidden = hidden[torch.tensor(drafted).to(hidden.device)]  # [N, H]
-        head = self._target.logits if self._model.head is None else self._model.head
+        hidden = self._hidden(self._blocks.fill_rows(rows, self._cache), counts)
         sampling = [
             self._sampler.row(request, i) for request, count in zip(requests, counts, strict=True) for i in range(count)
         ]
-        logits = edited(self._model.finish_logits(head(hidden)), build_batch(sampling, self._sampler.vocab_size))
+        logits = edited(self._logits(hidden), build_batch(sampling, self._sampler.vocab_size))
         logits = torch.nan_to_num(logits, nan=-1e30, posinf=1e30, neginf=-1e30)
         values, ids = best_candidates(logits, self._model.config.selector_top_k)  # [N, C]
         previous = torch.empty_like(ids)
@@ -125,6 +130,21 @@ class BlockDrafter:
         previous[starts] = torch.tensor(anchors).to(ids.device).unsqueeze(1)
         scores = self._model.transitions(hidden, previous, ids, values)
         return ids.cpu().numpy(), scores.cpu().numpy()
+
+    def _hidden(self, step: StepInput, counts: Sequence[int]) -> torch.Tensor:
+        """States after the final norm [N, H] of the drafted positions of blocks of 1 + counts[r] rows."""
+        block = BlockInput.of(step, [1 + count for count in counts])
+        hidden = self._model.hidden(self._target.embedding(step.token_ids), block, self._caches)
+        drafted: list[int] = []
+        for r, count in enumerate(counts):
+            first = r + sum(counts[:r]) + 1  # behind the anchors of the blocks so far
+            drafted.extend(range(first, first + count))
+        return hidden[torch.tensor(drafted).to(hidden.device)]
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [N, V] float32 of states [N, H]."""
+        head = self._target.logits if self._model.head is None else self._model.head
+        return self._model.finish_logits(head(hidden))
 
     def _walk(self, request: Request, ids: np.ndarray[Any, Any], scores: np.ndarray[Any, Any]) -> tuple[int, ...]:
         """From the anchor on, each token drawn among its candidates by the scores behind the one before."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from slimserve.cache.budget import CacheDemand, full_budget, plan_cache
+from slimserve.cache.budget import full_budget, plan_cache
 from slimserve.cache.manager import CacheManager
 from slimserve.cache.storage import CacheStorage
 from slimserve.engine.config import DrafterKind, EngineConfig
@@ -15,12 +15,13 @@ from slimserve.engine.speculate.block_drafter import BlockDrafter
 from slimserve.engine.speculate.contract import Drafter
 from slimserve.engine.speculate.draws import DraftSampler
 from slimserve.engine.speculate.lookup import PromptLookup
-from slimserve.engine.speculate.model_drafter import MOST_READ, ModelDrafter
+from slimserve.engine.speculate.model_drafter import ModelDrafter, companion_demand
 from slimserve.engine.speculate.nextn import NextNDrafter
 from slimserve.errors import RefusalError, UsageError
 from slimserve.layers.contract import Caches
-from slimserve.models.contract import CacheKind, CacheSpec, Model
+from slimserve.models.contract import CacheKind, CacheSpec, Model, ModelConfig
 from slimserve.models.dflash2 import DFlash2Model
+from slimserve.models.dflash2_config import DFlash2Config
 from slimserve.models.recurrent import MAX_DRAFT_TOKENS
 
 WITH_COMPANION = (DrafterKind.MODEL, DrafterKind.DFLASH2)
@@ -80,15 +81,16 @@ def check_speculation(model: Model, config: EngineConfig, companion: Model | DFl
         kinds = "is a DFlash2 drafter" if isinstance(companion, DFlash2Model) else "is no DFlash2 drafter"
         raise UsageError(f"drafter {speculation.drafter.value}: the model named for it {kinds}")
     if isinstance(companion, DFlash2Model):
-        _check_block_drafter(model, companion)
+        if not hasattr(model, "taps"):
+            kind = model.config.architecture
+            raise RefusalError(f"a DFlash2 drafter reads layer outputs that {kind} models do not hand out")
+        check_block_drafter(model.config, companion.config)
     elif companion is not None:
-        _check_small_model(model, config, companion)
+        check_small_model(model.config, companion.config)
 
 
-def _check_block_drafter(model: Model, companion: DFlash2Model) -> None:
-    own, target = companion.config, model.config
-    if not hasattr(model, "taps"):
-        raise RefusalError(f"a DFlash2 drafter reads layer outputs that {target.architecture} models do not hand out")
+def check_block_drafter(target: ModelConfig, own: DFlash2Config) -> None:
+    """Raise RefusalError where a block drafter was made for a model of another shape."""
     for name in ("hidden_size", "vocab_size"):
         if getattr(own, name) != getattr(target, name):
             raise RefusalError(
@@ -98,14 +100,15 @@ def _check_block_drafter(model: Model, companion: DFlash2Model) -> None:
         raise RefusalError(f"the drafter reads layer {own.taps[-1]} and the model has {target.num_layers} layers")
 
 
-def _check_small_model(model: Model, config: EngineConfig, companion: Model) -> None:
-    own, other = model.config.vocab_size, companion.config.vocab_size
+def check_small_model(target: ModelConfig, companion: ModelConfig) -> None:
+    """Raise RefusalError where one model cannot draft for another."""
+    own, other = target.vocab_size, companion.vocab_size
     # Tables of one vocabulary may be padded to different sizes; a different vocabulary is another thing.
     if abs(own - other) > _PADDING:
         raise RefusalError(f"the drafting model has {other} tokens and the model {own}: they need the same vocabulary")
-    if any(spec.kind is CacheKind.RECURRENT for spec in companion.config.caches(config.cache.dtype.torch)):
+    if any(spec.kind is CacheKind.RECURRENT for spec in companion.caches(torch.bfloat16)):
         raise RefusalError(
-            f"the drafting model ({companion.config.architecture}) has recurrent layers, which cannot take back drafts "
+            f"the drafting model ({companion.architecture}) has recurrent layers, which cannot take back drafts "
             "one by one; choose a model with attention layers only"
         )
 
@@ -180,11 +183,11 @@ def _model_drafter(setting: DraftSetting) -> ModelDrafter:
     companion, config = setting.companion, setting.config
     assert companion is not None and not isinstance(companion, DFlash2Model), "checked before"
     specs = tuple(companion.config.caches(config.cache.dtype.torch))
-    target = setting.cache.plan.demand
-    demand = CacheDemand(
-        target.max_sequences, min(target.max_context, companion.config.max_context), MOST_READ, target.snapshot_spacing
-    )
-    plan = plan_cache(specs, demand, min(full_budget(specs, demand), int(setting.free_bytes * _SHARE)))
+    demand = companion_demand(setting.cache.plan.demand, companion.config.max_context)
+    budget = config.speculation.cache_bytes
+    if budget is None:
+        budget = min(full_budget(specs, demand), int(setting.free_bytes * _SHARE))
+    plan = plan_cache(specs, demand, budget)
     storage = CacheStorage(specs, plan, setting.device)
     cache = CacheManager(specs, plan, storage=storage, prefix_caching=config.cache.prefix_caching)
     vocab_size = min(setting.model.config.vocab_size, companion.config.vocab_size)

@@ -48,6 +48,20 @@ class Observer(Protocol):
 
 
 @runtime_checkable
+class Holder(Protocol):
+    """A drafter that holds memory of its own besides weights and caches."""
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes on the device of its input buffers and of rows that wait."""
+        ...
+
+    def compute_widest(self, max_draft: int) -> torch.Tensor:
+        """The logits [L, V] of its widest forward with max_draft drafts a row, from null rows; nothing is kept."""
+        ...
+
+
+@runtime_checkable
 class Probabilistic(Protocol):
     """A drafter that can say from which distributions it drew its last proposal for a request."""
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from slimserve.cache.budget import CacheDemand
 from slimserve.cache.manager import CacheManager, CacheSequence
-from slimserve.engine.inputs import InputBuffers, InputRow
+from slimserve.engine.inputs import InputBuffers, InputRow, Padding
 from slimserve.engine.job import tokens_of
 from slimserve.engine.request import Request
 from slimserve.engine.speculate.distribution import Distribution
@@ -25,6 +26,16 @@ from slimserve.models.recurrent import MAX_DRAFT_TOKENS
 
 MOST_READ = 256
 """Tokens that one call may read of requests whose text the drafter does not know yet; replies wait for them."""
+
+
+def companion_demand(target: CacheDemand, max_context: int) -> CacheDemand:
+    """What the drafter's own caches must carry; max_context: the drafter's longest sequence."""
+    return CacheDemand(target.max_sequences, min(target.max_context, max_context), MOST_READ, target.snapshot_spacing)
+
+
+def buffer_tokens(max_sequences: int) -> tuple[int, int]:
+    """Tokens of the drafter's two input buffers: for reading known text, and for drafts one by one."""
+    return MOST_READ + max_sequences * (MAX_DRAFT_TOKENS + 1), max_sequences
 
 
 @dataclass(slots=True, eq=False)
@@ -61,15 +72,28 @@ class ModelDrafter:
         self._known_tokens = model.config.vocab_size
         self._followers: dict[str, _Follower] = {}
         self._strangers: dict[str, Request] = {}
-        most = MOST_READ + demand.max_sequences * (MAX_DRAFT_TOKENS + 1)
         # Two, because the host does not wait for the device between reading and drafting.
         self._reading, self._single = (
             InputBuffers(specs, demand.max_sequences, tokens, demand.max_context, device)
-            for tokens in (most, demand.max_sequences)
+            for tokens in buffer_tokens(demand.max_sequences)
         )
 
     def __len__(self) -> int:
         return len(self._followers)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """See Holder."""
+        return self._reading.num_bytes + self._single.num_bytes
+
+    @torch.inference_mode()
+    def compute_widest(self, max_draft: int) -> torch.Tensor:
+        """See Holder."""
+        buffers = self._reading
+        length = min(buffers.max_tokens // buffers.max_rows, buffers.max_context)
+        step = buffers.fill_rows((), self.cache, Padding(buffers.max_rows, length, buffers.max_context))
+        hidden = self._model(step, self._caches)[step.row_offsets[1:] - 1]  # [R, H]
+        return self._model.logits(hidden)[:, : self._vocab_size]
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[tuple[int, ...]]:

@@ -22,7 +22,7 @@ from slimserve.engine.request import Request
 from slimserve.engine.speculate.distribution import Distribution
 from slimserve.engine.speculate.draws import DraftSampler
 from slimserve.engine.speculate.recursion import draft_one_by_one
-from slimserve.engine.speculate.tracking import RING, Track, Tracker
+from slimserve.engine.speculate.tracking import Track, Tracker, buffer_tokens
 from slimserve.engine.step import StepPlan, StepResult
 from slimserve.layers.contract import Caches, StepInput
 from slimserve.models.contract import CacheSpec
@@ -62,11 +62,22 @@ class NextNDrafter:
                 specs, demand.max_sequences, num_tokens, demand.max_context, device, first_group=first_group
             )
 
+        sizes = buffer_tokens(max_tokens, demand.max_sequences, 1)
         # Three, because a buffer may not be filled again before the device has read it: the host waits for the device
         # between one step's `propose` and the next one's, but not between these three uses.
-        self._observed = buffers(max_tokens + demand.max_sequences * RING)
-        self._waiting = buffers(demand.max_sequences * RING)
-        self._single = buffers(demand.max_sequences)
+        self._observed, self._waiting, self._single = (buffers(size) for size in sizes)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """See Holder."""
+        held = self._tracker.num_bytes + self._heads.nbytes
+        return held + sum(buffers.num_bytes for buffers in (self._observed, self._waiting, self._single))
+
+    @torch.inference_mode()
+    def compute_widest(self, max_draft: int) -> torch.Tensor:
+        """See Holder."""
+        logits: torch.Tensor = self._model.logits(self._heads)
+        return logits
 
     def observe(self, plan: StepPlan, result: StepResult, hidden: torch.Tensor, tapped: Sequence[torch.Tensor]) -> None:
         """See Observer."""

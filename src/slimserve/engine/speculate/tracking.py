@@ -26,6 +26,12 @@ RING = BLOCK_TOKENS + MAX_DRAFT_TOKENS + 1
 """Rows that can wait: less than a block, and those of the step that completes it."""
 
 
+def buffer_tokens(max_tokens: int, max_sequences: int, block: int) -> tuple[int, int, int]:
+    """Tokens of a tracking drafter's three input buffers: for what a step of max_tokens brings, for rows that wait, and
+    for its drafts, `block` rows of each sequence."""
+    return max_tokens + max_sequences * RING, max_sequences * RING, max_sequences * block
+
+
 @dataclass(slots=True, eq=False)
 class Track:
     """One sequence: entries below `written` are in the drafter's caches, rows below `known` are here or there.
@@ -53,7 +59,11 @@ class Tracker:
         self._tracks: dict[str, Track] = {}
         self._free = list(range(max_sequences - 1, -1, -1))
         self._rows = torch.zeros(max_sequences * RING, width, dtype=dtype, device=device)
-        self._ring = torch.arange(RING, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the waiting rows."""
+        return self._rows.nbytes
 
     def __len__(self) -> int:
         return len(self._tracks)
