@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import reference_outputs
+import torch
 from speculation_rig import Reply, ScriptedDrafter, make_engine, said, serve
 
 from slimserve.engine.build import check_vocabularies
@@ -21,19 +22,22 @@ from slimserve.weights.loader import LoadedModel, load_model
 LARGER = "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
 
 
-@pytest.fixture(scope="module")
-def small() -> LoadedModel:
-    loaded = load_model(reference_outputs.model_file("qwen25-coder-0.5b"))
-    if "reference" in " ".join(loaded.kernels.values()):
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def small(request: pytest.FixtureRequest) -> LoadedModel:
+    device = request.param
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
+    loaded = load_model(reference_outputs.model_file("qwen25-coder-0.5b"), device=device)
+    if device == "cpu" and "reference" in " ".join(loaded.kernels.values()):
         pytest.skip("the C++ kernels are not built here; the torch references would take minutes")
     return loaded
 
 
 @pytest.fixture(scope="module")
-def larger() -> LoadedModel:
+def larger(small: LoadedModel) -> LoadedModel:
     if not model_path(LARGER).exists():
         pytest.skip(f"model file {LARGER} is not in the cache")
-    return load_model(model_path(LARGER))
+    return load_model(model_path(LARGER), device=small.device)
 
 
 def requests_of(loaded: LoadedModel, count: int, max_tokens: int) -> list[Request]:
