@@ -9,6 +9,7 @@ import torch
 from slimserve.ops import Activations, NumericsConfig, linear, prepare_linear
 from slimserve.ops.cpu import library
 from slimserve.ops.cpu.build import find_compiler
+from slimserve.quant.decode import dequantize
 from slimserve.quant.formats import find_format, is_plain
 from slimserve.quant.tensor import PackedTensor
 
@@ -94,7 +95,7 @@ def test_matches_float64_on_decoded_weights(name: str, activations: Activations)
     packed = random_packed(name, 77, 768, seed=3)
     weight = prepare_linear([packed], numerics=numerics(activations))
     assert "panels" in weight.kernel
-    decoded = packed.dequantize().double()
+    decoded = dequantize(packed).double()
     x = torch.randn(19, 768, generator=torch.Generator().manual_seed(5))
     integer = activations is Activations.INT8 and name not in (*PLAIN, "F8_E4M3", "F8_BLOCK")
     want = (rounded(x) if integer else x.double()) @ decoded.T
@@ -159,7 +160,7 @@ def test_long_rows_and_extreme_activations(name: str) -> None:
     x = torch.randn(3, 17408)
     x[0] *= 1e4
     x[1, ::7] = 0.0
-    want = rounded(x) @ packed.dequantize().double().T
+    want = rounded(x) @ dequantize(packed).double().T
     got = linear(x, weight)
     assert torch.isfinite(got).all()
     for t in range(3):

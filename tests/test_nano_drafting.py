@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from slimserve.layers.contract import StepInput
 from slimserve.ops import Activations, NumericsConfig
+from slimserve.quant.decode import dequantize
 from slimserve.weights.loader import LoadedModel, load_model
 
 FLOAT = NumericsConfig(cpu_activations=Activations.FLOAT)
@@ -50,7 +51,7 @@ class Weights:
         self.source, self.prefix, self.centre, self.eps = loaded.source, prefix, centre, eps
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self.source.packed(f"{self.prefix}{name}").dequantize()
+        return dequantize(self.source.packed(f"{self.prefix}{name}"))
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         weight = self[f"{name}.weight"] + self.centre
@@ -70,7 +71,7 @@ def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> t
 def qwen_draft(loaded: LoadedModel, following: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     config = loaded.model.config
     weights = Weights(loaded, "mtp.", 1.0, config.norm_eps)
-    embedded = loaded.source.packed("model.language_model.embed_tokens.weight").dequantize()[following.long()]
+    embedded = dequantize(loaded.source.packed("model.language_model.embed_tokens.weight"))[following.long()]
     joined = [weights.norm(embedded, "pre_fc_norm_embedding"), weights.norm(hidden, "pre_fc_norm_hidden")]
     residual = weights.product(torch.cat(joined, -1), "fc")
     x = weights.norm(residual, "layers.0.input_layernorm")
@@ -100,7 +101,7 @@ def glm_draft(loaded: LoadedModel, following: torch.Tensor, hidden: torch.Tensor
     """Expanded attention over all tokens: what the layer does while nothing has to be selected."""
     config = loaded.model.config
     weights = Weights(loaded, f"model.language_model.layers.{config.num_layers}.", 0.0, config.norm_eps)
-    embedded = loaded.source.packed("model.language_model.embed_tokens.weight").dequantize()[following.long()]
+    embedded = dequantize(loaded.source.packed("model.language_model.embed_tokens.weight"))[following.long()]
     joined = torch.cat([weights.norm(embedded, "enorm"), weights.norm(hidden, "hnorm")], -1)
     residual = weights.product(joined, "eh_proj")
     x, shape = weights.norm(residual, "input_layernorm"), config.latent

@@ -9,6 +9,7 @@ from triton_device import DEVICE, triton_marks
 from slimserve import ops
 from slimserve.ops import Activations, NumericsConfig
 from slimserve.ops.reference import latent, linear_attention
+from slimserve.quant.decode import dequantize
 from slimserve.quant.formats import find_format
 from slimserve.quant.synthetic import RandomBits, random_packed
 from slimserve.quant.tensor import PackedTensor
@@ -23,7 +24,7 @@ def stack_of(name: str) -> PackedTensor:
 
 
 def expected_of(x: torch.Tensor, stack: PackedTensor) -> torch.Tensor:
-    return torch.einsum("thk,hnk->thn", x.double(), stack.dequantize().double())
+    return torch.einsum("thk,hnk->thn", x.double(), dequantize(stack).double())
 
 
 def error_of(got: torch.Tensor, expected: torch.Tensor) -> float:

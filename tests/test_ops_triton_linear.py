@@ -10,6 +10,7 @@ from triton_device import DEVICE, ON_DEVICE, triton_marks
 
 from slimserve.ops.numerics import NumericsConfig
 from slimserve.quant import formats
+from slimserve.quant.decode import dequantize
 from slimserve.quant.tensor import PackedTensor
 
 pytestmark = triton_marks()
@@ -87,7 +88,7 @@ def test_every_format_matches_float64(name: str) -> None:
     torch.manual_seed(0)
     weight = random_weight(name, ROWS, WIDTH)
     assert refuses(name, weight.shape) is None
-    decoded = weight.dequantize().double()
+    decoded = dequantize(weight).double()
     for dtype, count, bound in ((torch.bfloat16, 3, 2e-5), (torch.float32, 1, 2e-5)):
         x = torch.randn(count, WIDTH).to(dtype)
         got = multiply(weight, x, torch.float32)
@@ -97,7 +98,7 @@ def test_every_format_matches_float64(name: str) -> None:
 def test_fp8_block_scales_and_a_tail() -> None:
     weight = random_weight("F8_E4M3", 150, 416, block=True)
     x = torch.randn(3, 416).bfloat16()
-    assert relative(multiply(weight, x, torch.float32), x.double() @ weight.dequantize().double().T) < 2e-5
+    assert relative(multiply(weight, x, torch.float32), x.double() @ dequantize(weight).double().T) < 2e-5
 
 
 @pytest.mark.parametrize(("name", "width"), [("Q4_1", 96), ("Q5_0", 288), ("Q8_0", 32), ("BF16", 48), ("F32", 20)])
@@ -105,7 +106,7 @@ def test_widths_that_are_no_multiple_of_a_step(name: str, width: int) -> None:
     weight = random_weight(name, 5, width)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         x = torch.randn(2, width).to(dtype)
-        assert relative(multiply(weight, x, torch.float32), x.double() @ weight.dequantize().double().T) < 2e-5
+        assert relative(multiply(weight, x, torch.float32), x.double() @ dequantize(weight).double().T) < 2e-5
 
 
 COUNTS = (1, 2, 3, 8, 16, 33, 64, 300, 2049) if ON_DEVICE else (1, 9)
@@ -141,7 +142,7 @@ def test_both_forms_of_the_kernel_agree(name: str) -> None:
     weight = random_weight(name, 20, 768)
     served = kernels.TritonLinear(weight, torch.device(DEVICE), NumericsConfig())
     x = torch.randn(9, 768).bfloat16()
-    expected = x.double() @ weight.dequantize().double().T
+    expected = x.double() @ dequantize(weight).double().T
     for tile in (kernels.Tile(16, 16), kernels.Tile(64, 16, 4, True)):
         out = torch.full((9, 20), math.nan, device=DEVICE)
         served.run(x.to(DEVICE), out, tile)
@@ -169,7 +170,7 @@ def test_every_tile_gives_the_same_bits(name: str) -> None:
 def test_extreme_activations_stay_finite() -> None:
     weight = random_weight("Q4_K", 20, 256)
     x = (torch.randn(2, 256) * 1e4).bfloat16()
-    assert relative(multiply(weight, x, torch.float32), x.double() @ weight.dequantize().double().T) < 2e-5
+    assert relative(multiply(weight, x, torch.float32), x.double() @ dequantize(weight).double().T) < 2e-5
 
 
 def test_every_format_of_the_kernel_is_tested() -> None:
@@ -182,7 +183,7 @@ def test_embedding_rows_are_the_decoded_rows(name: str) -> None:
     weight = random_weight(name, 37, 256)
     ids = torch.tensor([3, 0, 36, -5, 99], dtype=torch.int32)
     got = kernels.TritonLinear(weight, torch.device(DEVICE), NumericsConfig()).rows(ids.to(DEVICE), torch.float32)
-    expected = weight.dequantize()[ids.clamp(0, 36).long()]
+    expected = dequantize(weight)[ids.clamp(0, 36).long()]
     assert torch.allclose(got.cpu(), expected, rtol=1e-6, atol=1e-6)
 
 
@@ -243,8 +244,8 @@ def test_experts_match_float64_and_rows_stand_alone(gate_name: str, down_name: s
     ids, weights = torch.randint(0, num_experts, (count, 2)), torch.rand(count, 2)
     arguments = [tensor.to(DEVICE) for tensor in (x, ids, weights)]
     got = served(*arguments, 10.0)
-    decoded = [part.dequantize().double() for part in parts]
-    expected = experts_oracle(x, decoded, down.dequantize().double(), ids, weights, 10.0)
+    decoded = [dequantize(part).double() for part in parts]
+    expected = experts_oracle(x, decoded, dequantize(down).double(), ids, weights, 10.0)
     assert got.dtype == torch.bfloat16
     assert relative(got, expected) < (5e-3 if ON_DEVICE else 1e-2)
     for t in (0, count - 1):

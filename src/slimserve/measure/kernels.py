@@ -18,6 +18,7 @@ from slimserve.errors import RefusalError
 from slimserve.ops import NumericsConfig, Op
 from slimserve.ops.registry import architecture, entries
 from slimserve.ops.resolver import Case, resolve
+from slimserve.quant.decode import dequantize
 from slimserve.quant.formats import find_format, is_plain
 from slimserve.quant.tensor import BlockFormat, PackedTensor
 
@@ -128,7 +129,7 @@ def relative_error(got: torch.Tensor, x: torch.Tensor, packed: PackedTensor, row
     """Relative error of a product's first columns against float64 on decoded weights."""
     from slimserve.ops.reference.packed_rows import slice_rows
 
-    decoded = slice_rows(packed, 0, min(rows, packed.shape[0])).dequantize().to(x.device).double()
+    decoded = dequantize(slice_rows(packed, 0, min(rows, packed.shape[0]))).to(x.device).double()
     expected = x.double() @ decoded.T
     return float((got[:, : decoded.shape[0]].double() - expected).norm() / expected.norm())
 
@@ -238,8 +239,8 @@ def _expert_error(
     expected = torch.zeros(down.shape[1], dtype=torch.float64, device=x.device)
     for slot in range(ids.shape[1]):
         expert = int(ids[0, slot])
-        gate, up = (expert_of(part, expert).dequantize().double() @ x[0].double() for part in gate_up)
+        gate, up = (dequantize(expert_of(part, expert)).double() @ x[0].double() for part in gate_up)
         gate, up = gate.clamp(max=10.0), up.clamp(-10.0, 10.0)
         hidden = gate * torch.sigmoid(gate) * up
-        expected += weights[0, slot].double() * (expert_of(down, expert).dequantize().double() @ hidden)
+        expected += weights[0, slot].double() * (dequantize(expert_of(down, expert)).double() @ hidden)
     return float((got[0].double() - expected).norm() / expected.norm())

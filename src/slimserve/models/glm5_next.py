@@ -17,6 +17,7 @@ from slimserve.models.glm5_config import Glm5Config
 from slimserve.models.glm5_names import Naming
 from slimserve.models.parameters import Parameters
 from slimserve.ops import HeadWeight
+from slimserve.quant.decode import dequantize
 from slimserve.quant.formats import BF16, F32
 from slimserve.quant.tensor import PackedTensor
 
@@ -89,7 +90,7 @@ def _per_head_weights(config: Glm5Config, own: str, parameters: Parameters) -> t
         rows = shape.qk_dim + shape.value_dim
         packed = parameters.packed(f"{own}.kv_b.weight")
         dtype, storage = (torch.float32, F32) if packed.format is F32 else (torch.bfloat16, BF16)
-        plain = packed.dequantize(dtype).view(shape.num_heads, rows, shape.latent_dim)
+        plain = dequantize(packed, dtype).view(shape.num_heads, rows, shape.latent_dim)
         keys = plain[:, : shape.qk_dim].transpose(1, 2).contiguous()
         values = plain[:, shape.qk_dim :].contiguous()
         absorb_k, expand_v = (PackedTensor(storage, tuple(t.shape), t, packed.name) for t in (keys, values))

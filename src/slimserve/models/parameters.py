@@ -10,6 +10,7 @@ import torch
 from slimserve import ops
 from slimserve.errors import FormatError
 from slimserve.ops import Activations, ExpertWeights, HeadWeight, LinearWeight, NumericsConfig
+from slimserve.quant.decode import dequantize
 from slimserve.quant.tensor import PackedTensor
 
 
@@ -76,7 +77,7 @@ class Parameters:
 
     def tensor(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Take a small plain tensor (norm, bias, decay) on the device."""
-        value = self.packed(name).dequantize(dtype).to(self.device)
+        value = dequantize(self.packed(name), dtype).to(self.device)
         self._kept_bytes += value.numel() * value.element_size()
         return value
 

@@ -20,15 +20,15 @@ _CHUNK_ELEMENTS = 1 << 21
 """Elements decoded at a time, so that integer intermediates stay small beside the result."""
 
 
-def dequantize(packed: PackedTensor) -> torch.Tensor:
-    """Decode `packed` to float32 of its logical shape.
+def dequantize(packed: PackedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Decode `packed` to a plain tensor of its logical shape; the reference path, never used to serve.
 
-    Exact by the format's definition; NaN and infinity in scales pass through. Raises FormatError, naming the
-    tensor, for a format that has no decoder.
+    Exact in float32 by the format's definition, then rounded to `dtype`; NaN and infinity in scales pass through.
+    Raises FormatError, naming the tensor, for a format that has no decoder.
     """
     if packed.scales or packed.format.type_id is None:
-        return decode_scaled(packed, _decode_plain_or_blocks)
-    return _decode_plain_or_blocks(packed)
+        return decode_scaled(packed, _decode_plain_or_blocks).to(dtype)
+    return _decode_plain_or_blocks(packed).to(dtype)
 
 
 def _decode_plain_or_blocks(packed: PackedTensor) -> torch.Tensor:

@@ -54,9 +54,3 @@ class PackedTensor:
     def num_elements(self) -> int:
         """Logical element count."""
         return prod(self.shape)
-
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Decode to a plain tensor of `shape`; the reference path, never used to serve."""
-        from slimserve.quant.decode import dequantize
-
-        return dequantize(self).to(dtype)

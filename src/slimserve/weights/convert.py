@@ -15,6 +15,7 @@ from slimserve.errors import RefusalError, UsageError
 from slimserve.models import glm5_gguf
 from slimserve.models.contract import ParameterSpec
 from slimserve.models.glm5_config import Glm5Config
+from slimserve.quant.decode import dequantize
 from slimserve.quant.encode import encode
 from slimserve.quant.formats import BF16, F32, NVFP4
 from slimserve.quant.tensor import BlockFormat, PackedTensor
@@ -88,7 +89,7 @@ def _plan(
 
     def part(number: int, load: Load) -> torch.Tensor:
         if chosen is None:
-            return encode(load().dequantize(), plain, name=spec.hf_name).data
+            return encode(dequantize(load()), plain, name=spec.hf_name).data
         own = importance if importance is None or importance.dim() == 1 else importance[number]
         return requantize(load(), chosen, own)
 
@@ -130,7 +131,7 @@ def _half_of_kv(config: Glm5Config, own: dict[str, ParameterSpec], spec: Paramet
     whole, shape = own[f"{stem}.kv_b.weight"], config.latent
 
     def load() -> PackedTensor:
-        plain = source.packed(whole.hf_name).dequantize()
+        plain = dequantize(source.packed(whole.hf_name))
         heads = plain.view(shape.num_heads, shape.qk_dim + shape.value_dim, shape.latent_dim)
         half = heads[:, : shape.qk_dim].transpose(1, 2) if part == "k_b" else heads[:, shape.qk_dim :]
         return PackedTensor(F32, spec.shape, half.contiguous(), spec.gguf_name)

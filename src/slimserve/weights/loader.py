@@ -20,6 +20,7 @@ from slimserve.models.contract import Model, ModelConfig, ParameterSpec, Role
 from slimserve.models.parameters import MadeTensor, Parameters
 from slimserve.models.registry import Architecture, find_drafter, find_gguf, find_hf
 from slimserve.ops import NumericsConfig
+from slimserve.quant.decode import dequantize
 from slimserve.quant.scales import check_weight
 from slimserve.quant.tensor import PackedTensor
 from slimserve.weights.sidecar import with_sidecar
@@ -224,7 +225,7 @@ def _parameter(spec: ParameterSpec, source: Source, names: tuple[str, ...]) -> P
     parts = [RULES[kind].apply(source.packed(name), argument) for name in names]
     tensor = parts[0] if len(parts) == 1 and len(spec.shape) == len(parts[0].shape) else _stack(parts)
     if spec.keep is torch.float32 and tensor.data.dtype is not torch.float32:
-        tensor = plain_float32(tensor, tensor.dequantize(torch.float32))
+        tensor = plain_float32(tensor, dequantize(tensor, torch.float32))
     if spec.role in SCANNED_ROLES:
         _check_finite(tensor)
     elif not source.identity:
@@ -246,7 +247,7 @@ def _stack(parts: Sequence[PackedTensor]) -> PackedTensor:
 
 
 def _check_finite(tensor: PackedTensor) -> None:
-    values = tensor.dequantize(torch.float32).flatten()
+    values = dequantize(tensor, torch.float32).flatten()
     finite = torch.isfinite(values)
     if not bool(finite.all()):
         index = int((~finite).nonzero()[0])

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from slimserve.errors import UsageError
+from slimserve.quant.decode import dequantize
 from slimserve.quant.encode import encode
 from slimserve.quant.encode_scaled import E2M1_MAX, E4M3_MAX
 from slimserve.quant.formats import F32, NVFP4, PLAIN_DTYPES
@@ -63,13 +64,13 @@ def _pieces(packed: PackedTensor) -> Iterator[tuple[int, int, torch.Tensor]]:
     rows, columns = packed.shape[-2], packed.shape[-1]
     num_sets = int(torch.Size(packed.shape[:-2]).numel())
     step = max(1, _PIECE_ELEMENTS // columns)
-    whole = packed.dequantize() if packed.scales else packed.data
+    whole = dequantize(packed) if packed.scales else packed.data
     source = whole.reshape(num_sets, rows, whole.shape[-1])
     for index in range(num_sets):
         for start in range(0, rows, step):
             piece = source[index, start : start + step]
             if not packed.scales:
-                piece = PackedTensor(packed.format, (piece.shape[0], columns), piece, packed.name).dequantize()
+                piece = dequantize(PackedTensor(packed.format, (piece.shape[0], columns), piece, packed.name))
             yield index, start, piece
 
 
@@ -147,7 +148,7 @@ def _kept_plans(packed: PackedTensor, report: QuantizeReport) -> list[TensorPlan
         scale = packed.scales["global_scale"].reshape(-1)
         plans = [TensorPlan.of(packed), TensorPlan(scale_name(packed.name), tuple(scale.shape), F32, lambda: scale)]
     else:
-        bf16 = encode(packed.dequantize(), writable_format("BF16"), name=packed.name)
+        bf16 = encode(dequantize(packed), writable_format("BF16"), name=packed.name)
         plans = [TensorPlan.of(bf16)]
     report.count(plans[0].format.name, sum(plan.num_bytes for plan in plans))
     return plans

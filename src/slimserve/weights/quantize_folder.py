@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from slimserve.errors import RefusalError, UsageError
+from slimserve.quant.decode import dequantize
 from slimserve.quant.encode_scaled import INT4_GROUP, NVFP4_GROUP, Fp8Scale, encode_fp8, encode_int4, encode_nvfp4
 from slimserve.quant.export import quantization_config, stored_tensors
 from slimserve.quant.schemes import SchemeKind
@@ -67,7 +68,7 @@ def _can_hold(kind: FolderType, shape: tuple[int, ...]) -> bool:
 
 
 def _encode_for_folder(packed: PackedTensor, kind: FolderType, importance: torch.Tensor | None) -> PackedTensor:
-    values = packed.dequantize()
+    values = dequantize(packed)
     if kind is FolderType.FP8:
         return encode_fp8(values, Fp8Scale.CHANNEL, packed.name)
     if kind is FolderType.FP8_TENSOR:
@@ -165,7 +166,7 @@ def quantize_folder(
 def _stored_plain(source: SafetensorsFolder, tensors: LogicalTensors, name: str) -> dict[str, torch.Tensor]:
     """A tensor that stays: as stored, or in bfloat16 where it was quantized another way."""
     if tensors.schemes is not None and name in tensors.schemes.weights:
-        return {name: tensors.packed(name).dequantize(torch.bfloat16)}
+        return {name: dequantize(tensors.packed(name), torch.bfloat16)}
     return {name: source.tensor(name)}
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from slimserve.errors import FormatError
+from slimserve.quant.decode import dequantize
 from slimserve.quant.formats import F8_E4M3, I8, NVFP4
 from slimserve.quant.scales import check_scale
 from slimserve.quant.schemes import SchemeTable, Stored, build, detect
@@ -66,7 +67,7 @@ def gguf_tensors(file: GgufFile) -> LogicalTensors:
 
 
 def _with_scale(tensor: PackedTensor, scale: PackedTensor) -> PackedTensor:
-    values = scale.dequantize()
+    values = dequantize(scale)
     check_scale(scale.name, values)
     lead = tensor.shape[:-2]
     if tensor.format is NVFP4:

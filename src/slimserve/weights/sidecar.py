@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from slimserve.errors import FormatError, UsageError
+from slimserve.quant.decode import dequantize
 from slimserve.quant.encode_scaled import Fp8Scale, encode_fp8
 from slimserve.quant.formats import I8
 from slimserve.quant.tensor import PackedTensor
@@ -45,7 +46,7 @@ def _open(source: Path) -> LogicalTensors:
 
 def _fp8_plans(packed: PackedTensor) -> list[TensorPlan]:
     """FP8 in GGUF: E4M3 payloads as I8, and `<name>_scale_inv` per 128 x 128 block."""
-    encoded = encode_fp8(packed.dequantize(), Fp8Scale.BLOCK, packed.name)
+    encoded = encode_fp8(dequantize(packed), Fp8Scale.BLOCK, packed.name)
     data, scale = encoded.data.view(torch.int8), encoded.scales["weight_scale"]
     scale_name = f"{packed.name}_scale_inv"
     return [

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from slimserve.errors import FormatError
+from slimserve.quant.decode import dequantize
 from slimserve.quant.formats import F32
 from slimserve.quant.tensor import PackedTensor
 
@@ -57,7 +58,7 @@ def _halves_from_neighbours(tensor: PackedTensor, heads: int) -> PackedTensor:
 
 
 def _add_one(tensor: PackedTensor, argument: int) -> PackedTensor:
-    return plain_float32(tensor, tensor.dequantize(torch.float32) + 1.0)
+    return plain_float32(tensor, dequantize(tensor, torch.float32) + 1.0)
 
 
 def _squeeze(tensor: PackedTensor, axis: int) -> PackedTensor:
@@ -68,7 +69,7 @@ def _squeeze(tensor: PackedTensor, axis: int) -> PackedTensor:
 
 def _negative_exp(tensor: PackedTensor, argument: int) -> PackedTensor:
     """-exp(a), as GGUF stores the decay parameter A_log."""
-    return plain_float32(tensor, -torch.exp(tensor.dequantize(torch.float32)))
+    return plain_float32(tensor, -torch.exp(dequantize(tensor, torch.float32)))
 
 
 RULES: dict[str, TransformRule] = {

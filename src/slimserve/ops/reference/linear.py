@@ -7,6 +7,7 @@ import torch
 from slimserve.ops.numerics import NumericsConfig
 from slimserve.ops.reference.activation import silu_mul
 from slimserve.ops.reference.packed_rows import gather_rows, slice_rows, to_device
+from slimserve.quant.decode import dequantize
 from slimserve.quant.tensor import PackedTensor
 
 _TILE_ROWS = 1024
@@ -15,7 +16,7 @@ _TILE_ROWS = 1024
 def embedding(token_ids: torch.Tensor, packed: PackedTensor, dtype: torch.dtype) -> torch.Tensor:
     """Decode rows token_ids [T] of packed [V, H]."""
     rows = token_ids.long().clamp(0, packed.shape[0] - 1)
-    return gather_rows(packed, rows).dequantize(torch.float32).to(dtype)
+    return dequantize(gather_rows(packed, rows), torch.float32).to(dtype)
 
 
 def _multiply(x: torch.Tensor, packed: PackedTensor, out: torch.Tensor) -> None:
@@ -28,7 +29,7 @@ def _multiply(x: torch.Tensor, packed: PackedTensor, out: torch.Tensor) -> None:
     row = torch.empty(x.shape[1], device=x.device)
     for start in range(0, num_outputs, _TILE_ROWS):
         stop = min(start + _TILE_ROWS, num_outputs)
-        tile = slice_rows(packed, start, stop).dequantize(torch.float32)  # [n, K]
+        tile = dequantize(slice_rows(packed, start, stop), torch.float32)  # [n, K]
         for t in range(x.shape[0]):
             row.copy_(x[t])
             out[t, start:stop] = torch.mv(tile, row)
