@@ -33,6 +33,7 @@ class Harness:
         process: bool = False,
         limits: ServerLimits | None = None,
         api_key: str | None = None,
+        own_names: frozenset[str] | None = None,
         spec: EngineSpec | None = None,
         text: TextModel | None = None,
         http: Any = "auto",
@@ -52,6 +53,7 @@ class Harness:
             names=("fake", "other-name"),
             limits=limits or ServerLimits(),
             api_key=api_key,
+            own_names=own_names,
             log=RequestLog(stream=self.log),
         )
         self._socket = open_socket("127.0.0.1", 0)

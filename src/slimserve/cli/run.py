@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Mapping
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 
@@ -133,14 +134,15 @@ def choose_sampling(
 
 def _serve(opened: Opened, host: str, port: int, api_key: str | None, names: tuple[str, ...], quiet: bool) -> None:
     from slimserve.cli.terminal import LoadProgress
-    from slimserve.serve.server import ServerOptions, is_loopback, serve
+    from slimserve.serve.hosts import is_loopback
+    from slimserve.serve.server import ServerOptions, serve
 
     progress = LoadProgress()
 
     def ready(info: EngineInfo, url: str) -> None:
         progress.close()
         opened.describe(info)
-        if options.api_key is None and not is_loopback(host):
+        if options.api_key is None and not is_loopback(urlsplit(url).hostname or host):
             say(f"whoever reaches {host} may use this server; --api-key asks for a key")
         say(f"serving {', '.join(options.names)} at {url}/v1 (Ctrl-C stops)")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -20,6 +19,7 @@ from slimserve.serve.body import HeldBody
 from slimserve.serve.chat import chat_completions
 from slimserve.serve.completions import completions
 from slimserve.serve.errors import error_object
+from slimserve.serve.hosts import is_foreign_page, names_us
 from slimserve.serve.log import RequestRow
 from slimserve.serve.metrics import CONTENT_TYPE
 from slimserve.serve.state import ServerState
@@ -30,6 +30,8 @@ _STATS_SECONDS = 5.0
 _HEALTH_SECONDS = 30.0
 _OPEN_PATHS = frozenset({"/health"})
 """Paths that need no key: a supervisor must be able to ask."""
+
+_MOST_SHOWN = 80
 
 Endpoint = Callable[[ServerState, Request, RequestRow, HeldBody], Awaitable[Response]]
 
@@ -150,11 +152,8 @@ async def _any_error(_: Request, error: Exception) -> Response:
     return json_response(body, status)
 
 
-_LOCAL_PAGE = re.compile(rb"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?")
-
-
 class _Door:
-    """Outermost layer: key, origin, and a request id on every reply (the client's own, if it sent a decent one)."""
+    """Outermost layer: key, host, origin, and an id on every reply (the client's own, if it sent a decent one)."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app = app
@@ -172,17 +171,28 @@ class _Door:
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
             await send(message)
 
+        reply = self._refusal(scope, headers) or self._app
+        await reply(scope, receive, send_with_id)
+
+    def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> Response | None:
         if not self._may_enter(scope["path"], headers.get(b"authorization", b"")):
             body = error_object("a valid API key is needed", status=401, code="invalid_api_key")
-            await json_response(body, 401, {"www-authenticate": "Bearer"})(scope, receive, send_with_id)
-            return
-        if self._is_foreign_page(scope["method"], headers):
-            body = error_object(
-                "a web page of another origin may not use a server without a key", status=403, code="foreign_origin"
+            return json_response(body, 401, {"www-authenticate": "Bearer"})
+        if self._state.api_key is not None:
+            return None
+        names = self._state.own_names
+        hosts = [value for name, value in scope["headers"] if name == b"host" and value]  # HTTP/1.0 may have none
+        if names is not None and not all(names_us(host, names) for host in hosts):
+            shown = b", ".join(hosts)[:_MOST_SHOWN].decode("latin-1")
+            message = (
+                f"this server answers only to names of its own machine, not to {shown!r}; start it with --api-key, or "
+                "with --host at an address that others reach"
             )
-            await json_response(body, 403)(scope, receive, send_with_id)
-            return
-        await self._app(scope, receive, send_with_id)
+            return json_response(error_object(message, status=403, code="foreign_host"), 403)
+        if scope["method"] == "POST" and is_foreign_page(headers, names or frozenset()):
+            message = "a web page of another origin may not use a server without a key"
+            return json_response(error_object(message, status=403, code="foreign_origin"), 403)
+        return None
 
     def _may_enter(self, path: str, authorization: bytes) -> bool:
         key = self._state.api_key
@@ -190,17 +200,6 @@ class _Door:
             return True
         scheme, _, given = authorization.partition(b" ")
         return scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), key.encode())
-
-    def _is_foreign_page(self, method: str, headers: dict[bytes, bytes]) -> bool:
-        """Whether a browser sends this for a page that did not come from here.
-
-        No reply of this server lets such a page read it, but a plain form could still keep the engine busy.
-        """
-        origin = headers.get(b"origin", b"").lower()
-        if method != "POST" or self._state.api_key is not None or not origin.startswith((b"http://", b"https://")):
-            return False  # no page, or one of an application on this machine
-        place = origin.partition(b"://")[2]
-        return place != headers.get(b"host", b"").lower() and _LOCAL_PAGE.fullmatch(place) is None
 
     @staticmethod
     def _request_id(given: bytes) -> bytes:

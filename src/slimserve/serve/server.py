@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import signal
 import socket
@@ -21,6 +20,7 @@ from slimserve.engine.process import ProcessEngine
 from slimserve.errors import RequestError, RunError, UsageError
 from slimserve.serve.app import create_app
 from slimserve.serve.connections import allow_many_connections, bounded_protocol
+from slimserve.serve.hosts import own_names
 from slimserve.serve.limits import ServerLimits
 from slimserve.serve.log import RequestLog
 from slimserve.serve.router import Router
@@ -70,14 +70,6 @@ def open_socket(host: str, port: int) -> socket.socket:
 def _cannot_listen(host: str, port: int, error: Exception) -> UsageError:
     words = getattr(error, "strerror", None) or error
     return UsageError(f"cannot listen on {host}:{port}: {words}; choose another --host or --port")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class _Uvicorn(uvicorn.Server):
@@ -153,6 +145,7 @@ def serve(
             names=options.names,
             limits=options.limits,
             api_key=options.api_key,
+            own_names=own_names(listener.getsockname()[0], options.host),
             log=RequestLog(quiet=options.quiet),
         )
         state.metrics.show_memory(options.planned_memory, client.info.memory)

@@ -17,13 +17,17 @@ from slimserve.serve.text import TextModel
 
 @dataclass(slots=True)
 class ServerState:
-    """Everything that endpoints share. `names` are the ids under which the model is served, the first is shown."""
+    """Everything that endpoints share. `names` are the ids under which the model is served, the first is shown.
+
+    own_names: what the server may be called beside names of this machine (see hosts.own_names); None = anything.
+    """
 
     text: TextModel
     router: Router
     names: tuple[str, ...]
     limits: ServerLimits = field(default_factory=ServerLimits)
     api_key: str | None = None
+    own_names: frozenset[str] | None = None
     log: RequestLog = field(default_factory=RequestLog)
     metrics: Metrics = field(default_factory=Metrics)
     created: int = field(default_factory=lambda: int(time.time()))
