@@ -227,16 +227,19 @@ def test_no_place_for_sockets_is_said(tmp_path: Path, monkeypatch: pytest.Monkey
     assert folder == "absent" or list(place.iterdir()) == []
 
 
-def test_nothing_is_left_behind() -> None:
-    def folders() -> set[str]:
-        return {path.name for path in Path(tempfile.gettempdir()).glob("slimserve-*")}
+def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="t") as place:  # pytest's own folders may be too deep for a socket
+        monkeypatch.setattr(tempfile, "tempdir", place)
+        _nothing_is_left_in(Path(place))
 
-    before, threads = folders(), threading.active_count()
+
+def _nothing_is_left_in(place: Path) -> None:
+    threads = threading.active_count()
     with running(ProcessEngine) as (client, _):
-        (new,) = folders() - before
-        assert (Path(tempfile.gettempdir()) / new).stat().st_mode & 0o777 == 0o700
+        (new,) = place.iterdir()
+        assert new.name.startswith("slimserve-") and new.stat().st_mode & 0o777 == 0o700
         pid = client.pid  # type: ignore[attr-defined]
-    assert folders() == before
+    assert list(place.iterdir()) == []
     assert threading.active_count() == threads
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 

@@ -12,11 +12,9 @@ import itertools
 import logging
 import os
 import queue
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -28,6 +26,7 @@ import msgspec
 import zmq
 
 from slimserve.engine.driver import EngineDriver, LoadedEngine, ProgressCallback
+from slimserve.engine.meeting import COMMANDS, EVENTS, SPEC, MeetingFolder, remove_abandoned
 from slimserve.engine.messages import (
     COMMAND_DECODER,
     ENCODER,
@@ -268,6 +267,7 @@ class ProcessEngine(_ClientCore):
         super().__init__(listener)
         self._context = zmq.Context()
         self._send_lock = threading.Lock()
+        remove_abandoned()
         self._folder, self._commands, self._events = self._meeting_place()
         self._exit_pipe = os.pipe()
         self._waiter = threading.Thread(target=self._wait_exit, name="engine-exit", daemon=True)
@@ -309,18 +309,19 @@ class ProcessEngine(_ClientCore):
             self._waiter.join()
         self._close()
 
-    def _meeting_place(self) -> tuple[str, zmq.Socket[bytes], zmq.Socket[bytes]]:
-        """A folder of mode 0700 and the two sockets in it; RunError where none can be made."""
+    def _meeting_place(self) -> tuple[MeetingFolder, zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """A folder and the two sockets in it; RunError where none can be made."""
         folder = None
         try:
-            folder = tempfile.mkdtemp(prefix="slimserve-")
-            return folder, self._bind(zmq.PUSH, f"{folder}/commands"), self._bind(zmq.PULL, f"{folder}/events")
+            folder = MeetingFolder()
+            commands = self._bind(zmq.PUSH, f"{folder.path}/{COMMANDS}")
+            return folder, commands, self._bind(zmq.PULL, f"{folder.path}/{EVENTS}")
         except (OSError, zmq.ZMQError) as error:
             # Also paths that are too long for a socket: a hundred characters are.
             self._context.destroy(linger=0)
             if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-            place = folder or "a folder for temporary files"
+                folder.remove()
+            place = "a folder for temporary files" if folder is None else folder.path
             raise RunError(f"no socket for the engine can be made in {place}: {error}; set TMPDIR") from error
 
     def _bind(self, kind: int, path: str) -> zmq.Socket[bytes]:
@@ -331,12 +332,12 @@ class ProcessEngine(_ClientCore):
         return socket
 
     def _spawn(self, spec: EngineSpec) -> subprocess.Popen[bytes]:
-        (Path(self._folder) / "spec").write_bytes(ENCODER.encode(spec))
+        (Path(self._folder.path) / SPEC).write_bytes(ENCODER.encode(spec))
         environment = dict(os.environ)
         # The child must find what this interpreter found, also where sys.path was set up in the process.
         environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
         return subprocess.Popen(
-            [sys.executable, "-P", "-c", _CHILD_CODE, str(os.getpid()), self._folder],
+            [sys.executable, "-P", "-c", _CHILD_CODE, str(os.getpid()), self._folder.path],
             stdin=subprocess.PIPE,  # the lifeline: closes when this process dies
             stdout=2,  # standard output belongs to the model's text
             start_new_session=True,  # Ctrl-C in the terminal is the parent's to handle
@@ -414,7 +415,7 @@ class ProcessEngine(_ClientCore):
         process = getattr(self, "_process", None)
         if process is not None and process.stdin is not None:
             process.stdin.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -425,7 +426,7 @@ class _SocketChannel:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], folder: str) -> None:
         self._commands = context.socket(zmq.PULL)
         self._events = context.socket(zmq.PUSH)
-        for socket, name in ((self._commands, "commands"), (self._events, "events")):
+        for socket, name in ((self._commands, COMMANDS), (self._events, EVENTS)):
             socket.set_hwm(0)
             # Last words (why it failed) must reach the parent before this process ends.
             socket.linger = 2000
@@ -451,7 +452,7 @@ def child_main() -> None:
     """Entry of the engine process: parent's process id and socket folder are the arguments."""
     folder = sys.argv[2]
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    spec = msgspec.msgpack.decode((Path(folder) / "spec").read_bytes(), type=EngineSpec)
+    spec = msgspec.msgpack.decode((Path(folder) / SPEC).read_bytes(), type=EngineSpec)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     channel = _SocketChannel(context, folder)
     code = _serve(spec, channel)
