@@ -25,7 +25,8 @@ from slimserve.measure.families import (
     merged,
     order,
 )
-from slimserve.measure.kernel_bench import heads_of, matrices_of
+from slimserve.measure.kernel_bench import matrices_of
+from slimserve.measure.kernels_sequence import geometry_of
 from slimserve.measure.overhead import overhead_lines, overhead_report
 from slimserve.ops.cpu import library
 from slimserve.plan.floor import step_floor
@@ -73,11 +74,19 @@ def test_matrices_and_heads_of_a_model() -> None:
     matrices = matrices_of(description)
     held = sum(m.count * m.shape[0] * m.shape[1] for m in matrices)
     assert held == sum(w.shape[0] * w.shape[1] for w in description.weights if w.family in ("linear", "head"))
-    [heads] = heads_of(description, torch.float16)
+    [heads] = geometry_of("", description, torch.float16).heads
     assert (heads.query, heads.key, heads.width, heads.count, heads.window) == (14, 2, 64, 24, None)
-    windows = {h.window for h in heads_of(describe_record(find_record("gemma3-270m")), torch.float16)}
+    windows = {h.window for h in geometry_of("", describe_record(find_record("gemma3-270m")), torch.float16).heads}
     assert windows == {None, 512}
-    assert heads_of(describe_record(find_record("nano-glm5-next")), torch.float16) == []
+    hybrid = geometry_of("", describe_record(find_record("qwen35-4b")), torch.bfloat16)
+    [recurrent] = hybrid.recurrent
+    assert (recurrent.key_heads, recurrent.heads, recurrent.per_channel, recurrent.count) == (16, 32, False, 24)
+    assert (recurrent.channels, recurrent.taps, hybrid.sparse) == (8192, 4, ())
+    glm = geometry_of("", describe_record(find_record("glm53f-q2-1")), torch.bfloat16)
+    [sparse] = glm.sparse
+    assert (sparse.heads, sparse.dim, sparse.index_heads, sparse.index_dim) == (64, 512, 32, 128)
+    assert (sparse.top_pools, sparse.pool, sparse.count) == (512, 4, 11)
+    assert glm.heads == () and glm.recurrent[0].per_channel and glm.recurrent[0].heads == 64
     assert any("of 288 experts" in m.what for m in matrices_of(describe_record(find_record("glm53f-q2-1"))))
 
 
@@ -111,7 +120,8 @@ def test_kernels_of_a_profile_are_checked_against_float64(tmp_path: Path) -> Non
     report = run(["kernels", "nano-qwen3_5", "--rows", "1,3", "--context", "130"], tmp_path / "kernels")
     assert report["weights"] == "synthetic weights" and report["copy_bytes_per_second"] > 0
     assert all(f["microseconds"] > 0 and f["error"] < 2e-2 for f in report["figures"])
-    assert {f["what"].split()[0] for f in report["figures"]} == {"linear", "head", "attention"}
+    assert {f["family"] for f in report["figures"]} == {"products", "attention", "delta-rule", "convolution"}
+    assert all(f["count"] > 0 and f["agrees"] for f in report["figures"])
     assert set(report["step_microseconds"]) == {"1", "3"}
 
 
@@ -133,7 +143,10 @@ def test_the_engine_alone() -> None:
         (["kernels", "nano-qwen3_5", "--formats", "Q4_K"], "--formats is for runs without a profile"),
         (["kernels", "--formats", "Q9_K"], "'Q9_K' is not a known storage format"),
         (["kernels", "--sweep", "--device", "cpu"], "about a GPU's kernels"),
-        (["kernels", "--kv-dtype", "fp8", "--device", "cpu"], "timed for a profile only"),
+        (["kernels", "--kv-dtype", "q8", "--device", "cpu"], "'q8' is not known; there are bf16, fp16 and fp8"),
+        (["kernels", "--families", "attention,mlp"], "must be some of products, attention, latent"),
+        (["kernels", "smollm2-135m", "--families", "latent", "--device", "cpu"], "has nothing of latent to time"),
+        (["kernels", "nano-qwen3_5", "--tiny"], "--tiny is for runs without a profile"),
         (["kernels", "--device", "cuda:7"], "torch sees"),
     ],
 )

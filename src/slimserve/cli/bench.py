@@ -144,8 +144,15 @@ def floor(
 
 @group.command("kernels")
 def kernels(
-    profile: Annotated[str | None, typer.Argument(help="The matrices and attention of this profile.")] = None,
+    profile: Annotated[str | None, typer.Argument(help="The matrices and sequence operations of this profile.")] = None,
     model: Annotated[str | None, typer.Option("--model", metavar="PATH", help="A file or folder instead.")] = None,
+    families: Annotated[
+        str | None,
+        typer.Option("--families", help="Of products,attention,latent,selection,delta-rule,convolution; default all."),
+    ] = None,
+    tiny: Annotated[
+        bool, typer.Option("--tiny", help="Without a profile: every kernel once at toy sizes, for its check.")
+    ] = False,
     formats: Annotated[
         str | None, typer.Option("--formats", help="Without a profile: formats like Q4_K,NVFP4; default all.")
     ] = None,
@@ -155,15 +162,21 @@ def kernels(
     experts: Annotated[
         str | None, typer.Option("--experts", help="Without a profile, on a GPU: gate+down formats; empty for none.")
     ] = None,
-    rows: Annotated[str, typer.Option("--rows", help="Input rows, like 1,8,64.")] = "1,8,64",
-    context: Annotated[str, typer.Option("--context", help="Tokens of attention, like 1000,8000.")] = "1000,8000",
+    rows: Annotated[str | None, typer.Option("--rows", help="Rows of products and decode steps, like 1,8,64.")] = None,
+    context: Annotated[str | None, typer.Option("--context", help="Tokens of context, like 1000,8000.")] = None,
+    prompt: Annotated[
+        int | None, typer.Option("--prompt", min=0, help="Tokens of a prompt's step; 0 times decode steps alone.")
+    ] = None,
     kv_dtype: Annotated[str | None, typer.Option("--kv-dtype", help="bf16, fp16 or fp8.")] = None,
     sweep: Annotated[bool, typer.Option("--sweep", help="On a GPU: other tile shapes too.")] = False,
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
     as_json: AsJson = False,
     out: Out = None,
 ) -> None:
-    """Weight stream and attention of single kernels beside the copy bandwidth, every timed output checked."""
+    """Single kernels beside the copy bandwidth and the matrix rate, every output checked; synthetic weights, random
+    inputs. Exit 1 where an output is wrong."""
+    from dataclasses import replace
+
     import torch
 
     from slimserve.engine.build import check_device
@@ -172,9 +185,8 @@ def kernels(
     from slimserve.profiles.resolve import resolve
 
     named = profile is not None or model is not None
-    given = [
-        flag for flag, value in (("formats", formats), ("shapes", shapes), ("experts", experts)) if value is not None
-    ]
+    flags = {"tiny": tiny or None, "formats": formats, "shapes": shapes, "experts": experts}
+    given = [flag for flag, value in flags.items() if value is not None]
     if named and given:
         raise UsageError(f"--{given[0]} is for runs without a profile; a profile brings its own matrices")
     wanted = "cuda" if device == "auto" and torch.cuda.is_available() else "cpu" if device == "auto" else device
@@ -183,22 +195,33 @@ def kernels(
         raise UsageError(
             "--sweep, --shapes and --experts are about a GPU's kernels; the processor has one form of each"
         )
-    heads: list[kernel_bench.Heads] = []
-    pairs: list[str] = []
+    if tiny and (shapes is not None or experts is not None):
+        raise UsageError("--tiny has shapes of its own and no experts; leave --shapes and --experts out")
+    chosen = kernel_bench.FAMILIES if families is None else _words(families)
+    unknown = [family for family in chosen if family not in kernel_bench.FAMILIES]
+    if unknown or not chosen:
+        raise UsageError(f"--families: {families!r} must be some of {', '.join(kernel_bench.FAMILIES)}")
     if named:
         resolved = resolve(profile, model=model, flags={"kv_dtype": kv_dtype}, device=target.type)
         dtype = CacheDtype(resolved.value("kv_dtype")).torch
-        name, matrices = resolved.name, kernel_bench.matrices_of(resolved.description)
-        heads = kernel_bench.heads_of(resolved.description, dtype)
+        work = kernel_bench.model_work(resolved.name, resolved.description, dtype)
     else:
-        dtype = torch.bfloat16  # no attention is timed without a model
-        if kv_dtype is not None:
-            raise UsageError("--kv-dtype is for attention, which is timed for a profile only")
-        name, matrices = "formats", kernel_bench.fixed_matrices(target, _words(formats), _words(shapes))
-        pairs = [] if target.type == "cpu" else list(kernel_bench.EXPERT_PAIRS if experts is None else _words(experts))
-    shape = kernel_bench.KernelShape(numbers(rows, "rows"), numbers(context, "context"), dtype, sweep)
-    report = kernel_bench.measure_kernels(name, target, shape, matrices, heads, pairs, say)
+        if kv_dtype not in (None, "bf16", "fp16", "fp8"):
+            raise UsageError(f"--kv-dtype {kv_dtype!r} is not known; there are bf16, fp16 and fp8")
+        dtype = CacheDtype(kv_dtype or "bf16").torch
+        pairs = None if experts is None else _words(experts)
+        work = kernel_bench.fixed_work(target, _words(formats), _words(shapes), pairs, tiny=tiny)
+    shape = kernel_bench.defaults(target, named=named, tiny=tiny)
+    shape = replace(shape, kv_dtype=dtype, sweep=sweep, families=tuple(dict.fromkeys(chosen)))
+    if rows is not None:
+        shape = replace(shape, rows=numbers(rows, "rows"), step_rows=numbers(rows, "rows"))
+    if context is not None:
+        shape = replace(shape, contexts=numbers(context, "context"))
+    if prompt is not None:
+        shape = replace(shape, prompt=prompt)
+    report = kernel_bench.measure_kernels(work, target, shape, say)
     finish(report, kernel_bench.kernel_lines(report), as_json, out)
+    kernel_bench.refuse_wrong_outputs(report)
 
 
 def _words(text: str | None) -> tuple[str, ...]:

@@ -1,30 +1,44 @@
-"""`bench kernels`: the weight stream of every matrix of a model and its attention, beside the copy bandwidth.
+"""`bench kernels`: the time of every kernel beside what the machine allows, with every output checked in the same run.
 
-A rate counts the bytes of the weight's file form, or of the keys and values that are read. Every timed output is
-checked against float64. What a model takes in a step is the sum over its matrices.
+Families: `products` (weight streams, and routed experts on a GPU), `attention`, `latent`, `selection`, `delta-rule`,
+`convolution`. A row of the report is one operation of one layer in one step: median and range of its time, the bytes
+that it must move, its operations where they bind, and the share of the measured copy bandwidth or matrix rate that is
+reached. The same code runs on the processor and on a GPU, where calls are replayed from a CUDA graph. Weights, inputs
+and caches are random; enough copies are rotated that none is found in a cache. What a model takes in a step is the sum
+over its matrices.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from slimserve import ops
-from slimserve.errors import UsageError
-from slimserve.hardware import copy_bandwidth, detect
-from slimserve.layers.contract import BLOCK_TOKENS
-from slimserve.measure import kernels, kernels_cpu
+from slimserve.errors import RunError, UsageError
+from slimserve.hardware import copy_bandwidth, detect, format_bytes, free_device_memory
+from slimserve.measure import kernels, kernels_cpu, kernels_sequence
 from slimserve.measure.kernels import Figure
-from slimserve.models.contract import CacheKind, Role
+from slimserve.measure.kernels_sequence import Case, Geometry, TensorDict, geometry_of
+from slimserve.models.contract import Role
 from slimserve.plan.description import DRAFTER, Description
 from slimserve.quant.formats import find_format
 
 Say = Callable[[str], None]
+PRODUCTS = "products"
+FAMILIES = (PRODUCTS, *kernels_sequence.FAMILIES)
 EXPERT_PAIRS = ("NVFP4+NVFP4", "IQ2_XXS+Q2_K")
+TINY_SHAPE = (256, 512)
+MOST_COPIES = 32
+CPU_CASE_SECONDS = 0.15
+"""Of one pass through the copies of a case on the processor: calls that take longer than that have one copy."""
+CPU_CASE_BYTES = 1 << 30
+DELTA_RULE_VARIANTS = ((16, 2), (16, 4), (32, 8), (64, 8))
+"""(values of a program, warps) that --sweep times beside the served form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +52,65 @@ class Matrix:
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
-    """The attention of `count` layers; `window` bounds what a query sees."""
+class KernelShape:
+    """What is timed: rows of products and of decode steps, contexts, tokens of a prompt's step (0: none).
 
-    query: int
-    key: int
-    width: int
-    count: int
-    window: int | None = None
+    sweep: other tile shapes of the device's products and delta rule too.
+    """
+
+    rows: tuple[int, ...] = (1, 8, 64)
+    contexts: tuple[int, ...] = (1000, 8000)
+    kv_dtype: torch.dtype = torch.bfloat16
+    sweep: bool = False
+    step_rows: tuple[int, ...] = (1, 8, 64)
+    prompt: int = 0
+    families: tuple[str, ...] = FAMILIES
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is timed: matrices, pairs of experts' formats, geometries of sequence operations."""
+
+    name: str
+    matrices: tuple[Matrix, ...] = ()
+    experts: tuple[str, ...] = ()
+    geometries: tuple[Geometry, ...] = ()
+
+    @property
+    def families(self) -> set[str]:
+        """What there is to time."""
+        found = {PRODUCTS} if self.matrices or self.experts else set()
+        return found.union(*(geometry.families for geometry in self.geometries))
+
+
+def defaults(device: torch.device, *, named: bool, tiny: bool) -> KernelShape:
+    """Rows, contexts and prompt where none are asked for: what ends within two minutes on two cores of a processor."""
+    if tiny:
+        return KernelShape(rows=(1, 3), contexts=(90,), step_rows=(1, 3), prompt=20)
+    if device.type == "cuda":
+        return KernelShape(contexts=(1000, 8000) if named else (2000, 8192, 131072), prompt=512)
+    return KernelShape(contexts=(1000, 8000) if named else (1000, 4000), step_rows=(1, 8), prompt=64)
+
+
+def model_work(name: str, description: Description, kv_dtype: torch.dtype) -> Work:
+    """A model's own matrices and sequence operations."""
+    return Work(name, tuple(matrices_of(description)), (), (geometry_of("", description, kv_dtype),))
+
+
+def fixed_work(
+    device: torch.device, formats: Sequence[str], shapes: Sequence[str], experts: Sequence[str] | None, *, tiny: bool
+) -> Work:
+    """Work of no model: formats at fixed shapes, published geometries on a GPU, small ones on the processor."""
+    if tiny:
+        on_gpu = device.type == "cuda"
+        names = formats or (kernels.FORMATS if on_gpu else kernels_cpu.FORMATS)
+        fixed_matrices(device, names, shapes)  # refuses unknown names
+        return Work("tiny", tuple(Matrix("tiny", name, TINY_SHAPE, 0) for name in names), (), kernels_sequence.TINY)
+    matrices = tuple(fixed_matrices(device, formats, shapes))
+    if device.type == "cpu":
+        return Work("formats and small geometries", matrices, (), kernels_sequence.SMALL)
+    pairs = EXPERT_PAIRS if experts is None else tuple(experts)
+    return Work("formats and published geometries", matrices, pairs, kernels_sequence.PUBLISHED)
 
 
 def matrices_of(description: Description) -> list[Matrix]:
@@ -64,7 +129,7 @@ def matrices_of(description: Description) -> list[Matrix]:
 
 
 def fixed_matrices(device: torch.device, formats: Sequence[str], shapes: Sequence[str]) -> list[Matrix]:
-    """Matrices of no model: formats at shapes of large models on a GPU, at one square shape on the processor.
+    """Matrices of no model: formats at shapes of large models on a GPU, at one shape on the processor.
 
     Raises UsageError for names that are not known.
     """
@@ -76,155 +141,203 @@ def fixed_matrices(device: torch.device, formats: Sequence[str], shapes: Sequenc
         if name not in kernels.SHAPES:
             raise UsageError(f"--shapes: {name!r} is not known; there are {', '.join(kernels.SHAPES)}")
     if on_cpu:
-        return [Matrix("square", name, kernels_cpu.SQUARE, 0) for name in formats or kernels_cpu.FORMATS]
+        return [Matrix("plain", name, kernels_cpu.PLAIN, 0) for name in formats or kernels_cpu.FORMATS]
     named = shapes or [name for name in kernels.SHAPES if name != "expert"]
     return [Matrix(what, name, kernels.SHAPES[what], 0) for name in formats or kernels.FORMATS for what in named]
 
 
-def heads_of(description: Description, kv_dtype: torch.dtype) -> list[Heads]:
-    """The paged attention of a model, by window; empty where all its attention is latent."""
-    config, found = description.config, []
-    if config is None or not hasattr(config, "num_heads"):
-        return []
-    for spec in description.caches(kv_dtype):
-        if spec.kind in (CacheKind.ATTENTION, CacheKind.WINDOW):
-            key, _, width = spec.page[0].shape
-            found.append(Heads(config.num_heads, key, width, len(spec.layers), spec.window))
-    return found
+@dataclass(slots=True)
+class Bench:
+    """One run: the machine's rates, what is asked for, and what was left out with the reason."""
 
+    device: torch.device
+    shape: KernelShape
+    bandwidth: float
+    matrix_rate: float
+    left_out: list[str]
 
-def measure_attention(
-    heads: Heads, rows: int, context: int, kv_dtype: torch.dtype, device: torch.device, bandwidth: float
-) -> Figure:
-    """One decode step of one layer: `rows` rows, each with `context` tokens behind it."""
-    on_cpu = device.type == "cpu"
-    dtype = torch.float32 if on_cpu else torch.bfloat16
-    blocks = -(-context // BLOCK_TOKENS)
-    visible = min(context, heads.window or context)
-    num_bytes = 2 * rows * visible * heads.key * heads.width * kv_dtype.itemsize
-    rotated = kernels_cpu.ROTATED_BYTES if on_cpu else kernels.ROTATED_BYTES
-    copies = min(32, max(2, -(-rotated // num_bytes)))
-    shape = (rows * blocks + 1, heads.key, BLOCK_TOKENS, heads.width)
-    pages = [[torch.randn(shape, device=device).to(kv_dtype) for _ in range(2)] for _ in range(copies)]
-    q = torch.randn(rows, heads.query, heads.width, device=device).to(dtype)
-    table = 1 + torch.randperm(rows * blocks, device=device).to(torch.int32).view(rows, blocks)
-    offsets = torch.arange(rows + 1, dtype=torch.int32, device=device)
-    starts = torch.full((rows,), context - 1, dtype=torch.int32, device=device)
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the processor computes."""
+        return self.device.type == "cpu"
 
-    def run(number: int) -> torch.Tensor:
-        k, v = pages[number]
-        return ops.paged_attention(
-            q, k, v, table, offsets, starts, scale=heads.width**-0.5, window=heads.window, max_q_len=1,
-            max_context=context,
+    def figures(self, work: Work) -> Iterator[tuple[Figure, int]]:
+        """Every figure, and how often a step of the model does the same (0: it is no part of a model)."""
+        if PRODUCTS in self.shape.families:
+            yield from self._products(work)
+        others = [name for name in self.shape.families if name != PRODUCTS]
+        for geometry in work.geometries:
+            for case in kernels_sequence.cases(
+                geometry, others, self.shape.step_rows, self.shape.contexts, self.shape.prompt, self.shape.kv_dtype,
+                self.device,
+            ):  # fmt: skip
+                yield from ((figure, case.count if figure.variant == "served" else 0) for figure in self._case(case))
+
+    def _products(self, work: Work) -> Iterator[tuple[Figure, int]]:
+        rows = self.shape.rows
+        for matrix in work.matrices:
+            given = (matrix.what, matrix.shape, matrix.format, rows, self.bandwidth)
+            if self.on_cpu:
+                found = kernels_cpu.measure_linear(*given)
+            else:
+                found = kernels.measure_linear(*given, self.shape.sweep)
+                torch.cuda.empty_cache()
+            yield from ((figure, matrix.count if figure.variant == "served" else 0) for figure in found)
+        for pair in work.experts:
+            gate, _, down = pair.partition("+")
+            yield from ((figure, 0) for figure in kernels.measure_experts(gate, down or gate, rows, self.bandwidth))
+            torch.cuda.empty_cache()
+
+    def _case(self, case: Case) -> Iterator[Figure]:
+        """The served form and, in a sweep of the delta rule on a GPU, its variants."""
+        limit = min(CPU_CASE_BYTES, detect().memory_free // 4) if self.on_cpu else free_device_memory() // 8
+        if case.stored > limit:
+            size = f"caches of {format_bytes(case.stored)}, more than the {format_bytes(limit)} that a case may take"
+            self.left_out.append(f"{case.what}, rows {case.rows}: {size}")
+            return
+        yield self._timed(case, "served", max(1, limit // max(1, case.stored)))
+        if self.shape.sweep and case.family == "delta-rule" and not self.on_cpu:
+            for values, warps in DELTA_RULE_VARIANTS:
+                with _delta_rule_variant(values, warps):
+                    try:
+                        yield self._timed(case, f"{values} values x {warps} warps", MOST_COPIES)
+                    except Exception as error:  # a variant that does not compile must not cost the others
+                        reason = f"{type(error).__name__}: {str(error)[:100]}"
+                        self.left_out.append(f"{case.what}, {values} values x {warps} warps: {reason}")
+        if not self.on_cpu:
+            torch.cuda.empty_cache()
+
+    def _timed(self, case: Case, variant: str, most_copies: int) -> Figure:
+        """Time copies of a case in turns, then check one more call on tensors as they were before."""
+        tensors = case.make()
+        before = _cloned(tensors) if case.updates else tensors
+        rotated = kernels_cpu.ROTATED_BYTES if self.on_cpu else kernels.ROTATED_BYTES
+        copies = min(MOST_COPIES, most_copies, max(2, -(-rotated // case.num_bytes)))
+        if self.on_cpu:
+            case.call(tensors)
+            begun = time.perf_counter()
+            case.call(tensors)
+            copies = max(1, min(copies, int(CPU_CASE_SECONDS / (time.perf_counter() - begun))))
+        others = (case.make() if case.redrawn else _cloned(before) for _ in range(copies - 1))
+        calls = [partial(case.call, one) for one in (tensors, *others)]
+        seconds, spread = kernels_cpu.median_time(calls) if self.on_cpu else kernels.time_graph(calls)
+        error = check(case, before)
+        rate = case.num_bytes / seconds
+        return Figure(
+            case.what, case.format, case.rows, variant, round(seconds * 1e6, 2), round(spread * 1e6, 2),
+            round(rate / 1e9, 2), round(rate / self.bandwidth, 3), error, case.family, case.num_bytes, case.operations,
+            case.reference, case.allowed,
         )  # fmt: skip
 
-    calls = [lambda number=number: run(number) for number in range(copies)]  # type: ignore[misc]
-    seconds, spread = kernels_cpu.median_time(calls) if on_cpu else kernels.time_graph(calls)
-    # One row against float64 on the keys that it sees.
-    k, v = (part[table[0].long()].transpose(0, 1).flatten(1, 2)[:, context - visible : context].double()
-            for part in (pages[0][0], pages[0][1]))  # fmt: skip
-    groups = q[0].double().view(heads.key, -1, heads.width)  # [Hkv, Hq / Hkv, D]
-    expected = (torch.softmax(groups @ k.transpose(1, 2) * heads.width**-0.5, dim=-1) @ v).flatten(0, 1)
-    error = float((run(0)[0].double() - expected).norm() / expected.norm())
-    rate = num_bytes / seconds
-    seen = f" of {context}" if visible < context else ""
-    what = f"attention {heads.query}/{heads.key} heads of {heads.width}, {visible}{seen} tokens"
-    return Figure(
-        what, str(kv_dtype).removeprefix("torch."), rows, "served", round(seconds * 1e6, 2), round(spread * 1e6, 2),
-        round(rate / 1e9, 2), round(rate / bandwidth, 3), error,
-    )  # fmt: skip
+
+def check(case: Case, before: TensorDict) -> float:
+    """Relative error of one call on these tensors, which stay as they are."""
+    after = _cloned(before) if case.updates else before
+    return case.check(before, case.call(after), after)
 
 
-@dataclass(frozen=True, slots=True)
-class KernelShape:
-    """What is timed: rows of a step, contexts of attention. sweep: other tile shapes of the device's products too."""
+def _cloned(tensors: TensorDict) -> TensorDict:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
-    rows: tuple[int, ...] = (1, 8, 64)
-    contexts: tuple[int, ...] = (1000, 8000)
-    kv_dtype: torch.dtype = torch.bfloat16
-    sweep: bool = False
+
+@contextmanager
+def _delta_rule_variant(values: int, warps: int) -> Iterator[None]:
+    from slimserve.ops.triton import delta_rule
+
+    served = delta_rule.VALUE_SLICE, delta_rule.WARPS
+    delta_rule.VALUE_SLICE, delta_rule.WARPS = values, warps
+    try:
+        yield
+    finally:
+        delta_rule.VALUE_SLICE, delta_rule.WARPS = served
 
 
 def measure_kernels(
-    name: str,
-    device: torch.device,
-    shape: KernelShape,
-    matrices: Sequence[Matrix],
-    heads: Sequence[Heads],
-    experts: Sequence[str] = (),
-    say: Say = lambda text: None,
+    work: Work, device: torch.device, shape: KernelShape, say: Say = lambda text: None
 ) -> dict[str, Any]:
-    """The report as plain data (see `kernel_lines`)."""
+    """The report as plain data (see `kernel_lines`); UsageError where the families asked for have nothing to time."""
+    if not work.families & set(shape.families):
+        raise UsageError(f"{work.name} has nothing of {', '.join(shape.families)} to time")
     bandwidth = kernels.copy_bandwidth(device) if device.type == "cuda" else copy_bandwidth("cpu").median
-    say(f"copy {bandwidth / 1e9:.1f} GB/s (read + written)")
-    figures: list[dict[str, Any]] = []
-    for figure, count in _figures(device, shape, matrices, heads, experts, bandwidth):
-        figures.append({**asdict(figure), "count": count})
-        say(_line(figures[-1]))
+    rate = kernels.matrix_rate(device)
     machine = detect()
-    return {
+    name = machine.accelerators[device.index or 0].name if device.type == "cuda" else machine.cpu_model
+    report: dict[str, Any] = {
         "kind": "kernels",
-        "profile": name,
-        "device": machine.accelerators[0].name if device.type == "cuda" else machine.cpu_model,
+        "profile": work.name,
+        "device": name,
+        "device_type": device.type,
         "torch": torch.__version__,
         "copy_bytes_per_second": bandwidth,
+        "matrix_operations_per_second": rate,
         "weights": "synthetic weights",
+        "inputs": "random inputs and caches",
+    }
+    say(_title(report))
+    bench = Bench(device, shape, bandwidth, rate, [])
+    figures: list[dict[str, Any]] = []
+    for figure, count in bench.figures(work):
+        judged = figure.judged(bandwidth, rate)
+        figures.append({**asdict(judged), "agrees": judged.agrees, "count": count})
+        say(_line(figures[-1]))
+    return {
+        **report,
         "figures": figures,
+        "left_out": bench.left_out,
         "step_microseconds": _step_sums(figures, shape.rows),
         "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 
 
-def _figures(
-    device: torch.device,
-    shape: KernelShape,
-    matrices: Sequence[Matrix],
-    heads: Sequence[Heads],
-    experts: Sequence[str],
-    bandwidth: float,
-) -> Iterator[tuple[Figure, int]]:
-    """Every figure, and how often a step of the model does the same (0: it is no part of a model)."""
-    for matrix in matrices:
-        if device.type == "cuda":
-            found = kernels.measure_linear(matrix.what, matrix.shape, matrix.format, shape.rows, bandwidth, shape.sweep)
-            torch.cuda.empty_cache()
-        else:
-            found = kernels_cpu.measure_linear(matrix.what, matrix.shape, matrix.format, shape.rows, bandwidth)
-        yield from ((figure, matrix.count if figure.variant == "served" else 0) for figure in found)
-    for pair in experts:
-        gate, _, down = pair.partition("+")
-        yield from ((figure, 0) for figure in kernels.measure_experts(gate, down or gate, shape.rows, bandwidth))
-        torch.cuda.empty_cache()
-    for kind in heads:
-        for context in shape.contexts:
-            for rows in shape.rows:
-                yield measure_attention(kind, rows, context, shape.kv_dtype, device, bandwidth), kind.count
+def refuse_wrong_outputs(report: dict[str, Any]) -> None:
+    """Raises RunError where an output is further from its reference than it may be."""
+    wrong = [figure for figure in report["figures"] if not figure["agrees"]]
+    if wrong:
+        first = wrong[0]
+        raise RunError(
+            f"{len(wrong)} of {len(report['figures'])} outputs are wrong, the first of {first['what']} "
+            f"({first['format']}, rows {first['rows']}): relative error {first['error']:.1e}, {first['allowed']:.0e} "
+            "is allowed"
+        )
 
 
 def _step_sums(figures: Sequence[dict[str, Any]], rows: Sequence[int]) -> dict[str, float]:
     """Microseconds of all matrix products of a step, by rows; empty where the figures are no model's."""
-    own = [f for f in figures if f["count"] and not f["what"].startswith(("attention", "one of"))]
+    own = [f for f in figures if f["count"] and f["family"] == PRODUCTS and not f["what"].startswith("one of")]
     return {str(n): sum(f["microseconds"] * f["count"] for f in own if f["rows"] == n) for n in rows} if own else {}
+
+
+def _title(report: dict[str, Any]) -> str:
+    return (
+        f"{report['profile']} on {report['device_type']} ({report['device']}), {report['weights']}, "
+        f"{report['inputs']}: copy {report['copy_bytes_per_second'] / 1e9:.1f} GB/s (read + written), matrix product "
+        f"{report['matrix_operations_per_second'] / 1e9:.0f} G operations/s"
+    )
 
 
 def _line(figure: dict[str, Any]) -> str:
     times = f"{figure['count']:>3} x" if figure["count"] else "     "
+    bound = f"{figure['num_bytes'] / 1e6:>8.2f} MB"
+    limit = "copy"
+    if figure["bound"] == "operations":
+        bound, limit = f"{figure['operations'] / 1e6:>7.1f} Mop", "matrix rate"
+    verdict = "" if figure["agrees"] else f" WRONG, {figure['allowed']:.0e} is allowed"
+    variant = "" if figure["variant"] == "served" else f"  {figure['variant']}"
     return (
-        f"{times} {figure['format']:9} {figure['what']:44} rows {figure['rows']:<3} {figure['microseconds']:>9.1f} us "
-        f"+-{figure['spread']:<8.1f} {figure['gigabytes_per_second']:>7.1f} GB/s {figure['share_of_copy']:>6.1%} of "
-        f"copy, error {figure['error']:.1e}  {figure['variant']}"
+        f"{times} {figure['format']:9} {figure['what']:66} rows {figure['rows']:<3} {figure['microseconds']:>10.1f} us "
+        f"+-{figure['spread']:<8.1f} {bound} {figure['gigabytes_per_second']:>7.1f} GB/s {figure['share']:>6.1%} of "
+        f"{limit:11} error {figure['error']:.1e}{verdict}{variant}"
     )
 
 
 def kernel_lines(report: dict[str, Any]) -> list[str]:
     """The report for people."""
-    lines = [
-        f"{report['profile']} on {report['device']}, {report['weights']}: copy "
-        f"{report['copy_bytes_per_second'] / 1e9:.1f} GB/s (read + written)",
-        *(_line(figure) for figure in report["figures"]),
-    ]
+    lines = [_title(report), *(_line(figure) for figure in report["figures"])]
+    lines += [f"left out: {reason}" for reason in report["left_out"]]
     for rows, taken in report["step_microseconds"].items():
         lines.append(
             f"matrix products of a step, {rows} rows: {taken / 1e3:.2f} ms, {int(rows) / taken * 1e6:.1f} tok/s"
         )
+    agreeing = sum(figure["agrees"] for figure in report["figures"])
+    lines.append(f"{agreeing} of {len(report['figures'])} outputs agree with float64 references of this run")
     return lines

@@ -1,21 +1,23 @@
-"""Speed of the device kernels against the measured copy bandwidth, with every timed output checked.
+"""Speed of the device's matrix products against the measured copy bandwidth, with every timed output checked.
 
-`slimserve bench kernels` runs it. Weights are random bytes in the layout of their format (synthetic), enough copies to
-exceed the second-level cache several times; calls are captured in a CUDA graph that walks the copies, so that launch
-time of the host does not count. A figure is the median over replays; the rate counts the bytes of the weights' file
-form.
+`slimserve bench kernels` runs it (`kernel_bench`, which also times what works on sequence state). Weights are random
+bytes in the layout of their format (synthetic), enough copies to exceed the second-level cache several times; calls are
+captured in a CUDA graph that walks the copies, so that launch time of the host does not count. A figure is the median
+over replays; the rate counts the bytes of the weights' file form.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from slimserve.errors import RefusalError
 from slimserve.ops import NumericsConfig, Op
+from slimserve.ops.cpu.library import num_threads
 from slimserve.ops.registry import architecture, entries
 from slimserve.ops.resolver import Case, resolve
 from slimserve.quant.decode import dequantize
@@ -38,13 +40,24 @@ ROWS = (1, 4, 16, 64)
 ROTATED_BYTES = 400 << 20
 REPLAYS = 15
 COPY_WARMUPS, COPY_REPEATS = 100, 50
+RATE_REPEATS = 9
+ALLOWED_ERROR = 4e-3
+"""Relative error of products with bfloat16 results; of experts, which round twice, half as much again."""
+
 EXPERTS, SLOTS = 288, 8
+CHECKED_COLUMNS = 512
+PRODUCT_REFERENCE = f"float64 on decoded weights, first {CHECKED_COLUMNS} outputs"
 _HALF_SCALES = {"Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82), "IQ2_XXS": (0,), "Q4_0": (0,)}
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measurement: median and spread in microseconds, weight bytes per second and share of copy bandwidth."""
+    """One measurement: median and spread (highest less lowest) in microseconds, bytes per second and their share of the
+    copy bandwidth, relative error of its output against `reference`, which may be `allowed`.
+
+    `num_bytes` must be moved (of products: the weight's), `operations` done by the plain formula. `bound` says which of
+    them takes longer at the machine's copy bandwidth or matrix rate, and `share` is that time over the measured one.
+    """
 
     what: str
     format: str
@@ -55,6 +68,24 @@ class Figure:
     gigabytes_per_second: float
     share_of_copy: float
     error: float
+    family: str = "products"
+    num_bytes: float = 0.0
+    operations: float = 0.0
+    reference: str = ""
+    allowed: float = 0.0
+    bound: str = "bytes"
+    share: float = 0.0
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the output is as close to its reference as it must be; NaN is not."""
+        return self.error <= self.allowed
+
+    def judged(self, bandwidth: float, matrix_rate: float) -> Figure:
+        """With `bound` and `share`, from bytes and operations per second."""
+        moving, computing = self.num_bytes / bandwidth, self.operations / matrix_rate
+        bound = "operations" if computing > moving else "bytes"
+        return replace(self, bound=bound, share=round(max(moving, computing) / (self.microseconds / 1e6), 4))
 
 
 def time_graph(calls: Sequence[Callable[[], object]], replays: int = REPLAYS) -> tuple[float, float]:
@@ -102,6 +133,36 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * source.numel() / statistics.median(times)
 
 
+def matrix_rate(device: torch.device) -> float:
+    """Operations per second of a square product of torch: bfloat16 on a GPU, the median; on the processor the faster of
+    bfloat16 and float32, the fastest repeat of one thread times the threads that serve (threads of torch that wait for
+    each other measure what else runs there). Products of 8-bit integers may exceed it."""
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            times = {dtype: min(_product_seconds(device, 512, dtype)) for dtype in (torch.float32, torch.bfloat16)}
+        finally:
+            torch.set_num_threads(threads)
+        return num_threads() * 2 * 512**3 / min(times.values())
+    return 2 * 8192**3 / statistics.median(_product_seconds(device, 8192, torch.bfloat16))
+
+
+def _product_seconds(device: torch.device, size: int, dtype: torch.dtype) -> list[float]:
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    times: list[float] = []
+    for repeat in range(RATE_REPEATS + 3):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begun = time.perf_counter()
+        left @ right
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if repeat >= 3:
+            times.append(time.perf_counter() - begun)
+    return times
+
+
 def random_packed(name: str, shape: tuple[int, ...], device: torch.device) -> PackedTensor:
     """Random weights of a format, made on the device; scales are ordinary numbers."""
     fmt = find_format(name)
@@ -125,7 +186,7 @@ def _ordinary_scales(blocks: torch.Tensor, fmt: BlockFormat) -> None:
         blocks[:, 0:4] = blocks[:, 0:4] % 64
 
 
-def relative_error(got: torch.Tensor, x: torch.Tensor, packed: PackedTensor, rows: int = 512) -> float:
+def relative_error(got: torch.Tensor, x: torch.Tensor, packed: PackedTensor, rows: int = CHECKED_COLUMNS) -> float:
     """Relative error of a product's first columns against float64 on decoded weights."""
     from slimserve.ops.reference.packed_rows import slice_rows
 
@@ -163,6 +224,10 @@ def measure_linear(
                     round(rate / 1e9, 1),
                     round(rate / bandwidth, 3),
                     relative_error(out, x, packed),
+                    num_bytes=packed.num_bytes,
+                    operations=2.0 * count * shape[0] * shape[1],
+                    reference=PRODUCT_REFERENCE,
+                    allowed=ALLOWED_ERROR,
                 )
             )
     return found
@@ -221,6 +286,10 @@ def measure_experts(
                 round(rate / 1e9, 1),
                 round(rate / bandwidth, 3),
                 error,
+                num_bytes=touched * per_expert,
+                operations=6.0 * count * SLOTS * inner * width,
+                reference="float64, first row",
+                allowed=1.5 * ALLOWED_ERROR,
             )
         )
     return found

@@ -8,11 +8,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from slimserve.errors import RefusalError
-from slimserve.measure.kernels import Figure, relative_error
+from slimserve.measure.kernels import PRODUCT_REFERENCE, Figure, relative_error
 from slimserve.ops import linear, prepare_linear
 from slimserve.quant.formats import find_format
 from slimserve.quant.synthetic import RandomBits, random_packed
@@ -20,12 +21,14 @@ from slimserve.quant.tensor import PackedTensor
 
 ROTATED_BYTES = 64 << 20
 REPEATS = 5
+ALLOWED_ERROR = 2e-2
+"""Relative error of products whose activations are rounded to 8 bits in blocks of 32."""
 
 FORMATS = (
     "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4",
     "IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ2_0", "F16", "BF16", "F32",
 )  # fmt: skip
-SQUARE = (4096, 4096)
+PLAIN = (2048, 4096)
 """The shape [N, K] that formats are compared at where no model is named."""
 
 _SIDE_SCALES = {"F8_E4M3": "channel", "E2M1_G16": "group16", "INT4": "group128"}
@@ -58,9 +61,9 @@ def measure_linear(what: str, shape: tuple[int, int], name: str, rows: Sequence[
     """All row counts of one weight of `shape` [N, K] and format."""
     first = random_weight(name, shape)
     copies = max(1, -(-ROTATED_BYTES // first.num_bytes))
-    packed = [first, *(random_weight(name, shape, seed) for seed in range(1, min(copies, 4)))]
-    # Four different weights at most; further copies repeat them at other addresses.
-    served = [prepare_linear([packed[number % len(packed)]]) for number in range(copies)]
+    # The same values at other addresses, also of formats that are served from the bytes of the file.
+    others = (replace(first, data=first.data.clone()) for _ in range(copies - 1))
+    served = [prepare_linear([packed]) for packed in (first, *others)]
     found = []
     for count in rows:
         x = torch.randn(count, shape[1])
@@ -78,6 +81,10 @@ def measure_linear(what: str, shape: tuple[int, int], name: str, rows: Sequence[
                 round(rate / 1e9, 2),
                 round(rate / bandwidth, 3),
                 relative_error(linear(x, served[0]), x, first),
+                num_bytes=first.num_bytes,
+                operations=2.0 * count * shape[0] * shape[1],
+                reference=PRODUCT_REFERENCE,
+                allowed=ALLOWED_ERROR,
             )
         )
     return found
