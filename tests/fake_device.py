@@ -210,9 +210,11 @@ def fake_cuda(allocator: Allocator) -> Iterator[None]:
         self.array = zeros(tuple(host.shape), host.dtype, device.device).numpy()
 
     def grouped(fmt: Any, shape: tuple[int, ...], _: float, bits: RandomBits, name: str) -> PackedTensor:
-        """NVFP4 with empty planes: the real one asks for values."""
+        """NVFP4 whose one scale is empty: the real one asks for values."""
         data = torch.empty((*shape[:-1], shape[-1] // 2), dtype=torch.uint8, device=bits.device)
-        scale = torch.empty((*shape[:-1], shape[-1] // 16), dtype=torch.float8_e4m3fn, device=bits.device)
+        bits.fill_bytes(data)
+        codes = torch.empty((*shape[:-1], shape[-1] // 16), dtype=torch.uint8, device=bits.device)
+        scale = (bits.fill_bytes(codes) % 24 + 0x30).view(torch.float8_e4m3fn)
         every = torch.empty(1, device=bits.device)
         return PackedTensor(fmt, shape, data, name, {"weight_scale": scale, "global_scale": every})
 
@@ -225,16 +227,14 @@ def fake_cuda(allocator: Allocator) -> Iterator[None]:
             (torch.cuda, "get_device_properties", lambda device=None: properties),
             (torch.cuda, "current_device", lambda: 0),
             (torch.cuda, "mem_get_info", lambda device=None: (141 << 30, 141 << 30)),
+            (torch.cuda, "empty_cache", allocator.empty_cache),
             (linear, "warp_groups_agree", lambda device: True),
             (experts, "warp_groups_agree", lambda device: True),
             (heads, "warp_groups_agree", lambda device: True),
             (inputs, "_zeros", zeros),
             (inputs._Buffer, "__init__", buffer),
             (synthetic, "_unit_spread", lambda name: 1.0),
-            (synthetic, "_shape_blocks", lambda *_: None),
             (synthetic, "_random_grouped", grouped),
-            (RandomBits, "fill_bytes", lambda self, out: out),
-            (RandomBits, "bell", lambda self, out, spread: out),
             (loader, "_check_finite", lambda tensor: None),
             (FakeTensor, "contiguous", _contiguous),
             (FakeTensor, "copy_", lambda self, source, non_blocking=False: self),

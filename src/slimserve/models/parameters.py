@@ -13,6 +13,9 @@ from slimserve.ops import Activations, ExpertWeights, HeadWeight, LinearWeight, 
 from slimserve.quant.decode import dequantize
 from slimserve.quant.tensor import PackedTensor
 
+_LARGE_BYTES = 256 << 20
+"""A weight of which the device's allocator gives back what it was made in, before smaller weights settle there."""
+
 
 @dataclass(frozen=True, slots=True)
 class MadeTensor:
@@ -97,11 +100,15 @@ class Parameters:
             table = ops.prepare_table(packed, device=self.device, numerics=self.numerics)
             self._tables[name] = table
             self._kept_bytes += table.num_bytes
+            del packed
+            self._give_back(table.num_bytes)
         return self._tables[name]
 
     def linear(self, *names: str) -> LinearWeight:
         """Take `name.weight` (and `name.bias` where present) of each name, stacked by rows into one product."""
-        return self._prepare("+".join(names), [self.packed(f"{name}.weight") for name in names], names)
+        weight = self._prepare("+".join(names), [self.packed(f"{name}.weight") for name in names], names)
+        self._give_back(weight.num_bytes)
+        return weight
 
     def linear_float32(self, name: str) -> LinearWeight:
         """Take `name.weight` for a product in float32 whatever the numerics say: routers, hyper-connections."""
@@ -141,7 +148,13 @@ class Parameters:
             [self.packed(part) for part in gate_up], self.packed(down), device=self.device, numerics=self.numerics
         )
         self.prepared[name] = weight
+        self._give_back(weight.num_bytes)
         return weight
+
+    def _give_back(self, num_bytes: int) -> None:
+        """Called when a weight of num_bytes is prepared and what it was prepared from is gone."""
+        if num_bytes >= _LARGE_BYTES and self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def finish(self) -> None:
         """Raise FormatError naming parameters that were loaded and never used."""

@@ -13,8 +13,9 @@ from slimserve.ops.triton.launch import cdiv
 from slimserve.quant.decode_scaled import SCALE_BLOCK, has_block_scale, pair_codes
 from slimserve.quant.tensor import PackedTensor
 
-_CHUNK_ELEMENTS = 1 << 24
-"""Elements unpacked at a time, so that load needs little memory beside the weight."""
+_CHUNK_ELEMENTS = 1 << 23
+"""Elements unpacked at a time, so that load needs little memory beside the weight. Intermediate tensors of up to 32 MiB
+are smaller than most large weights: these do not settle in blocks that those left, whose remainders would be lost."""
 
 
 TILE_ROWS = 16
@@ -193,6 +194,14 @@ def _word_blocks(fmt: TileFormat) -> list[tuple[int, int]]:
     return blocks + ([(whole, 2)] if rest >= 2 else []) + ([(fmt.words - 1, 1)] if rest % 2 else [])
 
 
+def _whole(data: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """data on `device` in memory of its own: as it is where nothing else lies in its memory, else a copy."""
+    moved = data.contiguous().to(device)
+    own = moved.numel() * moved.element_size() == moved.untyped_storage().nbytes()
+    # On the CPU the memory may be a file's, which is not to be kept open.
+    return moved if own and (moved is not data or device.type != "cpu") else moved.clone()
+
+
 def _matrix(packed: PackedTensor, fmt: TileFormat, device: torch.device) -> list[torch.Tensor | None]:
     """low, high, minima, words, row scale and block scale of one [N, K] matrix."""
     rows, width = packed.shape
@@ -203,7 +212,7 @@ def _matrix(packed: PackedTensor, fmt: TileFormat, device: torch.device) -> list
     row_scale = _row_scale(packed, rows)
     scales = [None if row_scale is None else row_scale.to(device), block_scale]
     if packed.format.name in ("BF16", "F16", "F32"):
-        return [packed.data.reshape(rows, width).contiguous().to(device), None, None, None, *scales]
+        return [_whole(packed.data.reshape(rows, width), device), None, None, None, *scales]
     low, high, minima, words = None, None, None, None
     side = _side_fields(packed, fmt, steps)
     pairs = fmt.code == tiles.GRID_PAIRS.value
@@ -259,15 +268,19 @@ def relayout(packed: PackedTensor, device: torch.device) -> TileWeight:
     fmt = TILE_FORMATS[packed.format.name]
     rows, width = packed.shape[-2:]
     groups = packed.shape[0] if len(packed.shape) == 3 else 1
-    matrices = [packed] if len(packed.shape) == 2 else [_matrix_of(packed, g) for g in range(groups)]
     stacked: list[torch.Tensor | None] = []
-    for g, matrix in enumerate(matrices):
-        for place, tensor in enumerate(_matrix(matrix, fmt, device)):
-            if g == 0:
-                stacked.append(None if tensor is None else tensor.new_empty((groups, *tensor.shape)))
-            target = stacked[place]
-            if tensor is not None and target is not None:
-                target[g] = tensor
+    if groups == 1:
+        # No copy: a second table of a large vocabulary would leave a hole as large as itself among the weights.
+        matrix = packed if len(packed.shape) == 2 else _matrix_of(packed, 0)
+        stacked = [None if tensor is None else tensor[None] for tensor in _matrix(matrix, fmt, device)]
+    else:
+        for g in range(groups):
+            for place, tensor in enumerate(_matrix(_matrix_of(packed, g), fmt, device)):
+                if g == 0:
+                    stacked.append(None if tensor is None else tensor.new_empty((groups, *tensor.shape)))
+                target = stacked[place]
+                if tensor is not None and target is not None:
+                    target[g] = tensor
     steps = cdiv(width, fmt.step)
     low, high, minima, words, row_scale, block_scale = stacked
     table = table_of(fmt, device)
