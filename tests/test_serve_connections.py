@@ -108,6 +108,7 @@ NONSENSE: dict[str, Any] = {
     "negative length": HEAD + b"Content-Length: -5\r\n\r\n",
     "two lengths": HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nabcde",
     "bad chunk": HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\nabc\r\n0\r\n\r\n",
+    "tunnel": b"CONNECT x:443 HTTP/1.1\r\nHost: x\r\n\r\n",
     "length of the universe": HEAD + b"Content-Length: 99999999999999\r\n\r\n{",
     "upgrade": b"GET /v1/completions HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
 }
@@ -183,3 +184,71 @@ def test_a_client_that_never_reads_is_let_go(server: Harness, stream: bool) -> N
     server.wait_for(lambda _: not server.connections)
     server.wait_idle()
     connection.close()
+
+
+OFFER = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
+LENGTH = b"Content-Length: %d\r\n\r\n" % len(BODY)
+
+
+def replies(connection: socket.socket, count: int) -> list[int]:
+    """The statuses of as many replies, and nothing of the server's after them."""
+    reader, found = connection.makefile("rb"), []
+    for _ in range(count):
+        found.append(int(reader.readline().split()[1]))
+        length = 0
+        while (line := reader.readline().strip()) != b"":
+            name, _, value = line.partition(b":")
+            length = int(value) if name.lower() == b"content-length" else length
+        reader.read(length)
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 7, 60, 1000], ids=lambda size: f"{size} bytes at a time")
+def test_an_offer_to_speak_http2_loses_no_body(server: Harness, size: int) -> None:
+    """As clients of Java's standard library make it, with every request of a connection."""
+    chunked = b"Transfer-Encoding: chunked\r\n\r\n5\r\n" + BODY[:5] + b"\r\n%x\r\n" % (len(BODY) - 5)
+    data = HEAD + OFFER + LENGTH + BODY + HEAD + OFFER + chunked + BODY[5:] + b"\r\n0\r\n\r\n"
+    data += b"GET /health HTTP/1.1\r\nHost: x\r\n" + OFFER + b"\r\n" + HEAD + LENGTH + BODY
+    with contextlib.closing(connect(server)) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for start in range(0, len(data), size):
+            connection.sendall(data[start : start + size])
+        assert replies(connection, 4) == [200, 200, 200, 200]
+
+
+def test_many_offers_in_one_piece_cost_no_stack(server: Harness) -> None:
+    data = (b"GET /v1/models HTTP/1.1\r\nHost: x\r\n" + OFFER + b"\r\n") * 400
+    with contextlib.closing(connect(server, data)) as connection:
+        assert replies(connection, 400) == [200] * 400
+
+
+@pytest.mark.parametrize("piece", [b"X-Trailer: y\r\n" * 4000, b"x" * 60000], ids=["many", "one"])
+def test_trailers_without_end_take_no_memory(server: Harness, piece: bytes) -> None:
+    beginning = HEAD + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\nX-First: " % (len(BODY), BODY)
+    connection = connect(server, beginning)
+    taken = 0
+    with contextlib.suppress(OSError):
+        while taken < 30_000_000:
+            connection.sendall(piece)
+            taken += len(piece)
+    assert taken < 30_000_000
+    with contextlib.suppress(ConnectionResetError):  # what was sent after the end may cost the answer its way
+        answer = rest(connection)
+        assert answer == b"" or answer.startswith(b"HTTP/1.1 4"), answer[:200]
+
+
+def test_trailers_are_no_headers(server: Harness) -> None:
+    data = HEAD + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n" % (len(BODY), BODY)
+    data += b"X-Request-Id: late\r\nContent-Encoding: gzip\r\n\r\n"
+    with contextlib.closing(connect(server, data)) as connection:
+        answer = connection.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 200") and b"late" not in answer
+
+
+def test_nonsense_after_a_request_does_not_stand_in_its_reply(server: Harness) -> None:
+    body = json.dumps({"prompt": "endless", "max_tokens": 100, "stream": True}).encode()
+    connection = connect(server, HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    assert connection.recv(100).startswith(b"HTTP/1.1 200")
+    connection.sendall(b"\x00\x01 nonsense\r\n\r\n")
+    reply, _, after = rest(connection).partition(b"\r\n0\r\n\r\n")
+    assert b"HTTP/1.1" not in reply and (after == b"" or after.startswith(b"HTTP/1.1 400"))

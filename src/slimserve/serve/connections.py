@@ -1,4 +1,8 @@
-"""Connections that never bring a whole request are closed, whichever of its parsers uvicorn uses."""
+"""Connections that never bring a whole request are closed, whichever of its parsers uvicorn uses.
+
+Of the two, httptools bounds nothing that is no body (a head without an end, trailers), and drops the body of a request
+that offers to upgrade its connection; both are mended here.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,11 @@ import msgspec
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from slimserve.serve.errors import error_object
+
+try:
+    import httptools
+except ImportError:
+    httptools = None  # type: ignore[assignment]  # then uvicorn takes its other parser
 
 _MOST_FILES = 65536
 _MOST_HEAD_BYTES = 64 * 2**10
@@ -37,17 +46,23 @@ def bounded_protocol(patience: Patience | None = None, base: Any = AutoHTTPProto
     bounds it), and clients that stop reading keep their places for ever.
     """
     limits = patience or Patience()
+    # The other parser bounds heads itself, never reads ahead of a reply and ignores upgrades.
+    is_httptools = hasattr(base, "on_headers_complete")
 
     class BoundedProtocol(base):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            if is_httptools:
+                self.parser = _NoUpgrades(self)
+
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             # The clock starts before the first byte.
             self._head_since: float | None = self.loop.time()
             self._body_since: float | None = None
             self._heard = self._head_since
-            # The other parser bounds heads itself and never reads ahead of a reply.
-            self._in_head = hasattr(base, "on_headers_complete")
-            self._head_bytes = self._num_messages = 0
+            self._in_head = True
+            self._loose_bytes = self._num_pieces = 0
             self._cycles: list[Any] = []
             self._unsent = 0
             self._unsent_since = self._head_since
@@ -57,27 +72,40 @@ def bounded_protocol(patience: Patience | None = None, base: Any = AutoHTTPProto
             now = self._heard = self.loop.time()
             if self._awaits_head and self._head_since is None:
                 self._head_since = now
-            before = self._num_messages
+            before = self._num_pieces
             super().data_received(data)
             if not self._awaits_head:
                 self._head_since = None
-            if self._in_head and before == self._num_messages and not self.transport.is_closing():
-                self._head_bytes += len(data)
-                if self._head_bytes > _MOST_HEAD_BYTES:
-                    self._refuse(431, f"the request's head is longer than {_MOST_HEAD_BYTES} bytes", "head_too_large")
+            # Bytes that complete no head, no message and no piece of a body: half a head, trailers, names of chunks.
+            self._loose_bytes = self._loose_bytes + len(data) if before == self._num_pieces else 0
+            if is_httptools and self._loose_bytes > _MOST_HEAD_BYTES and not self.transport.is_closing():
+                self._refuse(431, f"the request's head is longer than {_MOST_HEAD_BYTES} bytes", "head_too_large")
             self._body_since = (self._body_since or now) if self._awaits_body else None
 
+        def on_header(self, name: bytes, value: bytes) -> None:
+            if self._in_head:  # trailers, of which there may be any number, say nothing that is asked for
+                super().on_header(name, value)
+
         def on_headers_complete(self) -> None:
+            if self.parser.starts_again:
+                return
             super().on_headers_complete()
-            self._in_head, self._head_bytes = False, 0
+            self._in_head = False
+            self._num_pieces += 1
             self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
             if self.cycle is not None:
                 self._cycles.append(self.cycle)
 
+        def on_body(self, body: bytes) -> None:
+            super().on_body(body)
+            self._num_pieces += 1
+
         def on_message_complete(self) -> None:
+            if self.parser.starts_again:
+                return
             super().on_message_complete()
             self._in_head = True
-            self._num_messages += 1
+            self._num_pieces += 1
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._timer.cancel()
@@ -97,6 +125,9 @@ def bounded_protocol(patience: Patience | None = None, base: Any = AutoHTTPProto
 
         def _refuse(self, status: int, message: str, code: str) -> None:
             """Answer in the API's words and close; the parser is not asked for anything any more."""
+            if any(cycle.response_started and not cycle.response_complete for cycle in self._cycles):
+                self.transport.close()  # the answer would stand in the middle of another reply
+                return
             body = msgspec.json.encode(error_object(message, status=status, code=code))
             head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
             head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
@@ -138,6 +169,55 @@ def bounded_protocol(patience: Patience | None = None, base: Any = AutoHTTPProto
             self._timer = self.loop.call_later(min(limits.head, limits.silence, limits.unread) / 4, self._look)
 
     return BoundedProtocol
+
+
+class _NoUpgrades:
+    """httptools' parser for `protocol`, for which an offer to upgrade the connection is a header like any other.
+
+    Clients of Java's standard library offer HTTP/2 with every request. A server may ignore that (RFC 9110, 7.8), but
+    httptools takes all that follows the head for the other protocol: the body is lost. So such a head is read again,
+    without the offer, by a fresh parser, before anything came of it.
+    """
+
+    def __init__(self, protocol: Any) -> None:
+        self._protocol = protocol
+        self._parser = self._fresh()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parser, name)
+
+    @property
+    def starts_again(self) -> bool:
+        """Whether the head that was just read will be read once more."""
+        return self._parser.should_upgrade() and self._parser.get_method() != b"CONNECT"
+
+    def feed_data(self, data: bytes) -> None:
+        """Parse; raises httptools' errors."""
+        rest = memoryview(data)
+        while True:
+            try:
+                self._parser.feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                if not self.starts_again:
+                    raise
+                rest = rest[upgrade.args[0] :]
+                head = self._head()
+                self._parser = self._fresh()
+                self._parser.feed_data(head)
+
+    def _fresh(self) -> Any:
+        parser = httptools.HttpRequestParser(self._protocol)
+        # As uvicorn sets it: what follows the last request of a connection does no harm.
+        with contextlib.suppress(AttributeError):
+            parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        return parser
+
+    def _head(self) -> bytes:
+        version = self._parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self._parser.get_method(), self._protocol.url, version)]
+        lines += [b"%s: %s" % header for header in self._protocol.headers if header[0] != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
 
 
 def _has_left(transport: Any) -> bool:
