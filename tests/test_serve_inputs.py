@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 import time
@@ -265,6 +266,53 @@ def test_17_an_assistant_turn_without_content_is_empty(server: Harness) -> None:
 )
 def test_bodies_that_are_no_json_object(server: Harness, path: str, body: bytes) -> None:
     refused(post(server, path, body), None)
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ('{"prompt": "a", "max_tokens": 1, "max_tokens": 2}', "max_tokens"),
+        ('{"prompt": "a", "prompt": "a"}', "prompt"),
+        ('{"prompt": "a", "metadata": {"b": "", "c": "", "\\u0062": ""}}', "b"),
+        ('{"prompt": "a", "metadata": {"\\ud800": "", "\\ud800": ""}}', "?"),
+        ('{"prompt": "a", "' + "x" * 1000 + '": 1, "' + "x" * 1000 + '": 1}', "x" * 64),
+    ],
+    ids=["two values", "one value twice", "deep and escaped", "half a character", "long"],
+)
+def test_no_name_stands_twice_in_an_object(server: Harness, body: str, name: str) -> None:
+    for size in (0, 100_000):  # on the event loop and in a thread
+        assert refused(post(server, PLAIN, body + " " * size), name)["code"] == "duplicate_field"
+
+
+def test_a_compressed_body_is_refused_as_such(server: Harness) -> None:
+    for kind in ("gzip", "br, gzip", "x" * 1000):
+        headers = {"content-encoding": kind}
+        reply = httpx.post(server.url + PLAIN, content=gzip.compress(b'{"prompt": "x"}'), headers=headers)
+        assert refused(reply, None, 415)["code"] == "unsupported_encoding"
+    plain = httpx.post(server.url + PLAIN, json=plain_body(), headers={"content-encoding": "identity"}, timeout=60)
+    assert plain.status_code == 200
+
+
+def test_one_spelling_per_token_and_short_complaints(server: Harness) -> None:
+    for key in ("01", "00", "0000000005"):
+        assert refused(post(server, PLAIN, plain_body(logit_bias={key: 1})), "logit_bias")["code"] == "invalid_token_id"
+    assert post(server, PLAIN, plain_body(logit_bias={"0": 1, "10": -1})).status_code == 200
+    error = refused(post(server, PLAIN, '{"prompt": [' + "9" * 4000 + "]}"), "prompt")
+    assert len(error["message"]) < 200
+
+
+@pytest.mark.parametrize("path", [CHAT, PLAIN])
+def test_a_reply_that_cannot_be_begun_leaves_nothing_running(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ArithmeticError("as asked")
+
+    monkeypatch.setattr("slimserve.serve.chat.ChatReply", fail)
+    monkeypatch.setattr("slimserve.serve.completions.CompletionReply", fail)
+    with harness(step_seconds=0.01) as running:
+        body = chat_body("endless", max_tokens=3000) if path == CHAT else plain_body(prompt="endless", max_tokens=3000)
+        error = refused(post(running, path, body), None, 500)
+        assert error["code"] == "internal_error"
+        running.wait_idle(10)
 
 
 def test_hostile_escapes_cost_linear_time(server: Harness) -> None:

@@ -14,6 +14,7 @@ from slimserve.serve.protocol import GenerationFields
 from slimserve.serve.text import TextModel
 
 _SEED_MASK = 2**63 - 1
+_MOST_DIGITS = 20
 
 
 def fold_seed(seed: int | None, choice: int) -> int:
@@ -31,7 +32,7 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> No
     if worst >= vocab_size or min(token_ids) < 0:
         bad = worst if worst >= vocab_size else min(token_ids)
         raise RequestError(
-            f"`{param}`: token id {bad} is outside the vocabulary of {vocab_size} tokens",
+            f"`{param}`: token id {str(bad)[:_MOST_DIGITS]} is outside the vocabulary of {vocab_size} tokens",
             param=param,
             code="invalid_token_id",
         )
@@ -77,7 +78,8 @@ def logit_bias(body: GenerationFields, vocab_size: int) -> tuple[tuple[int, floa
     """The (token id, bias) pairs of a body."""
     pairs: list[tuple[int, float]] = []
     for key, value in (body.logit_bias or {}).items():
-        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+        # One spelling per token: the biases of two would add up.
+        if not (key.isascii() and key.isdigit() and len(key) <= 10 and (key == "0" or key[0] != "0")):
             raise RequestError(
                 f"`logit_bias`: key {key[:32]!r} is not a token id", param="logit_bias", code="invalid_token_id"
             )

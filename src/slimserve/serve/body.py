@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -19,6 +20,7 @@ Checked = TypeVar("Checked")
 # Strings are skipped whole, an unclosed one to the end; possessive quantifiers need no backtracking stack. So the
 # scan is linear in the body.
 _TOKEN = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
+_MOST_SHOWN = 64
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -59,7 +61,15 @@ class HeldBody:
 
 
 async def read_body(request: Request, max_bytes: int, held: HeldBody) -> bytearray:
-    """The request's body; RequestError 413 as soon as it is known to be too long, 429 when memory is short."""
+    """The request's body; RequestError 415 where it is compressed, 413 as soon as it is known to be too long, 429 when
+    memory is short."""
+    encoding = request.headers.get("content-encoding", "identity").strip()
+    if encoding.lower() not in ("identity", ""):
+        raise RequestError(
+            f"the body's content encoding is {encoding[:_MOST_SHOWN]!r}; send the body as it is",
+            code="unsupported_encoding",
+            status=415,
+        )
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
         _too_large(max_bytes)
@@ -97,7 +107,7 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
         raise RequestError(f"the body is not UTF-8 (byte {error.start})", code="invalid_json") from error
     _check_depth(text)
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_object)
     except RequestError:
         raise
     except json.JSONDecodeError as error:
@@ -109,6 +119,16 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     if _SURROGATE_ESCAPE.search(text):
         _check_characters(value)
     return value
+
+
+def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; no name may stand in it twice, because one of the two values would be ignored."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        shown = twice[:_MOST_SHOWN].encode("utf-8", "replace").decode("utf-8")
+        raise RequestError(f"`{shown}` stands twice in one object of the body", param=shown, code="duplicate_field")
+    return found
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -126,7 +146,7 @@ def _check_depth(text: str) -> None:
                 where = f"`{field}`" if field else "the body"
                 raise RequestError(f"{where} goes past {limits.MAX_JSON_STRINGS} strings", param=field, code="too_many")
             if depth == 1:
-                field = token[1:-1][:64]
+                field = token[1:-1][:_MOST_SHOWN]
         elif token in "[{":
             depth += 1
             containers += 1

@@ -378,11 +378,11 @@ async def chat_completions(state: ServerState, request: Request, row: RequestRow
         # What was asked is tokens now; the text need not live as long as the reply.
         asked.messages, body.messages, asked.kwargs, body.chat_template_kwargs = [], [], {}, None
         held.release()
+        reply = ChatReply(state, body, prompt, n, tools)
         await generation.start()
     except BaseException:
         place.leave()
         raise
-    reply = ChatReply(state, body, prompt, n, tools)
     return await respond(state, request, row, body, generation, reply)
 
 

@@ -218,11 +218,11 @@ async def completions(state: ServerState, request: Request, row: RequestRow, hel
         generation = _prepare(state, row, place, body, prompts, n)
         inputs.clear()
         held.release()
+        reply = CompletionReply(state, body, prompts, n)
         await generation.start()
     except BaseException:
         place.leave()
         raise
-    reply = CompletionReply(state, body, prompts, n)
     return await respond(state, request, row, body, generation, reply)
 
 
