@@ -15,8 +15,10 @@ from history import PlainRecorder
 
 from slimserve.engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from slimserve.engine.loop import Engine
-from slimserve.measure.gpu_geometry import PROFILES, SHAPES, Bench, Sink
+from slimserve.measure import gpu_geometry
+from slimserve.measure.gpu_geometry import PROFILES, Bench, Sink, main, report_path
 from slimserve.measure.gpu_rates import DecodeRun, longest_requests, same_beginnings
+from slimserve.measure.gpu_shapes import SHAPE_SECONDS, SHAPES, jobs_of, seconds_of
 from slimserve.plan.description import describe_config
 from slimserve.profiles.registry import find_record
 from slimserve.profiles.settings import check
@@ -89,3 +91,37 @@ def test_shapes_are_settings_of_the_records() -> None:
         assert find_record(name).model.max_context >= max(shape.flags["max_context"] for shape in shapes)
         assert all(shape.requests <= shape.flags["max_sequences"] for shape in shapes)
     assert replace(SHAPES["qwen35-4b"][0], requests=1).requests == 1
+
+
+def test_every_shape_has_a_process_and_its_time() -> None:
+    jobs = jobs_of(PROFILES)
+    assert [job.label for job in jobs[:4]] == [shape.label for shape in SHAPES["qwen35-4b"]]
+    assert {(job.name, job.label) for job in jobs if job.label} == {(n, s.label) for n in SHAPES for s in SHAPES[n]}
+    assert [job.name for job in jobs if job.label is None] == list(PROFILES) and set(SHAPE_SECONDS) == set(PROFILES)
+    left, spent = 540.0, []
+    for place in range(len(jobs)):
+        spent.append(seconds_of(jobs[place:], left))
+        left -= spent[-1]
+    assert left >= -1e-6 and all(seconds > 20 for seconds in spent), "a profile's own run starves no shape"
+
+
+def test_processes_of_a_profile_share_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> None:
+        given = command[command.index("--one") :]
+        started.append(given)
+        label = given[given.index("--shape") + 1] if "--shape" in given else "recorded shape"
+        Sink.opened(report_path(tmp_path, given[1]), given[1], 9.0).keep(label, {"terms": []})
+
+    monkeypatch.setattr(gpu_geometry.subprocess, "run", run)
+    report_path(tmp_path, "qwen35-4b").write_text('{"of an earlier run": 1}')
+    main(["--out", str(tmp_path), "--profiles", "qwen35-4b,glm53f-q2-1", "--no-compile", "--budget", "220"])
+    report = json.loads(report_path(tmp_path, "qwen35-4b").read_text())
+    assert set(report) == {"recorded shape", *(shape.label for shape in SHAPES["qwen35-4b"])} and len(started) == 7
+    # What no longer fits is kept as left out, not forgotten.
+    main(["--out", str(tmp_path), "--profiles", "glm53f-q2-1", "--no-compile", "--budget", "60"])
+    assert json.loads(report_path(tmp_path, "glm53f-q2-1").read_text())["8,192 x 2 bf16"] == {"left_out": True}
+    with pytest.raises(SystemExit) as error:
+        main(["--one", "qwen35-4b", "--shape", "7 x 7", "--out", str(tmp_path)])
+    assert error.value.code == 2

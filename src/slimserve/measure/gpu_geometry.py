@@ -2,7 +2,8 @@
 
     python -m slimserve.measure.gpu_geometry --out FOLDER [--profiles a,b] [--budget SECONDS] [--streams 1,8,16,32,64]
 
-Each profile runs in a process of its own; results come line by line and lie in FOLDER/geometry-PROFILE.json after
+Each profile runs in a process of its own, and so does each further shape whose memory is measured: what a process has
+loaded and recorded stays in its `runtime`. Results come line by line and lie in FOLDER/geometry-PROFILE.json after
 every stage, so that a run that is cut short still says something. First, small editions of the models (a few layers
 at real width) run in parallel processes, so that kernels are compiled once, on all cores.
 
@@ -10,8 +11,8 @@ Per profile: load; planned and measured memory of the recorded shape; steady dec
 random prompt ids; prompts come from the prefix cache after the first, widest run; the rate counts steps in which all
 streams decode) with the floor of the same step; time to the first token at 1,000 and prefill at 8,192; replies equal
 for every number of streams, cold and cached, with and without graphs; where the time of a step goes; what a step costs
-that verifies drafts (forced ones, so that acceptance is known); then the memory of other shapes, each with requests of
-the longest length.
+that verifies drafts (forced ones, so that acceptance is known). Per shape: memory, requests of the longest length.
+The first profile's shapes come first: they are short, and nothing else may use up their time.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from slimserve.cache.prefix import CacheIdentity
 from slimserve.engine.config import CacheDtype, DrafterKind, EngineConfig
 from slimserve.engine.loop import Engine
 from slimserve.engine.memory import MemoryProbe
+from slimserve.errors import UsageError
 from slimserve.hardware import copy_bandwidth, detect
 from slimserve.measure.gpu_rates import (
     DecodeRun,
@@ -50,6 +52,7 @@ from slimserve.measure.gpu_rates import (
     start_streams,
     verify_run,
 )
+from slimserve.measure.gpu_shapes import Shape, find_shape, jobs_of, seconds_of
 from slimserve.models.contract import Role
 from slimserve.plan.compare import compare, comparison_lines
 from slimserve.plan.description import Description
@@ -65,27 +68,6 @@ PROFILES = ("qwen35-4b", "qwen38-nvfp4-1", "glm53f-q2-1")
 STREAMS = (1, 8, 16, 32, 64)
 PROMPT_TOKENS = 1_000
 PREFILL_TOKENS = 8_192
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A configuration whose memory is measured, and how many requests of its longest length then run at once."""
-
-    label: str
-    flags: dict[str, Any]
-    requests: int
-
-
-SHAPES: dict[str, tuple[Shape, ...]] = {
-    "qwen35-4b": (
-        Shape("8,192 x 4 bf16", {"max_context": 8192, "max_sequences": 4}, 4),
-        Shape("4,096 x 32 fp8", {"max_context": 4096, "max_sequences": 32, "kv_dtype": "fp8"}, 8),
-        Shape("65,536 x 1 bf16", {"max_context": 65536, "max_sequences": 1}, 1),
-        Shape("4,096 x 8 bf16, lookup", {"max_context": 4096, "max_sequences": 8, "drafter": "lookup"}, 8),
-    ),
-    "qwen38-nvfp4-1": (Shape("16,384 x 2 fp8", {"max_context": 16384, "max_sequences": 2, "kv_dtype": "fp8"}, 2),),
-    "glm53f-q2-1": (Shape("8,192 x 2 bf16", {"max_context": 8192, "max_sequences": 2}, 2),),
-}
 
 
 DRAFTED = {"qwen35-4b": 3, "qwen38-nvfp4-1": 3, "glm53f-q2-1": 1}
@@ -104,6 +86,12 @@ class Sink:
     deadline: float
     report: dict[str, Any] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
+
+    @classmethod
+    def opened(cls, path: Path, name: str, seconds: float) -> Sink:
+        """Adds to what other processes left in the file, where there is one."""
+        kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return cls(path, name, time.monotonic() + seconds, kept)
 
     def say(self, text: str) -> None:
         """One line."""
@@ -183,8 +171,8 @@ class Bench:
             f"bf16 matrix product {self.matrix_rate / 1e12:.0f} TFLOP/s"
         )
 
-    def load(self, model: SyntheticModel, config: EngineConfig) -> LoadedModel:
-        """Make the weights."""
+    def load(self, model: SyntheticModel, config: EngineConfig, *, keep: bool = True) -> LoadedModel:
+        """Make the weights; `keep`: the report tells of them."""
         started = time.monotonic()
         self.probe = MemoryProbe(self.device)
         source = lay_out(model).source(self.device)
@@ -193,11 +181,13 @@ class Bench:
         seconds = time.monotonic() - started
         stored = sum(family.num_bytes for family in self.loaded.memory)
         kernels = sorted(set(self.loaded.kernels.values()))
-        self.sink.keep("load", {
+        report = {
             "seconds": seconds, "stored_bytes": stored, "held_bytes": self.loaded.resident_bytes,
             "kernels": kernels, "weights": "synthetic weights",
             "families": [[f.role.value, f.format, f.num_tensors, f.num_bytes] for f in self.loaded.memory],
-        })  # fmt: skip
+        }  # fmt: skip
+        if keep:
+            self.sink.keep("load", report)
         held = self.loaded.resident_bytes / 2**30
         self.sink.say(f"synthetic weights: {stored / 2**30:.2f} GiB stored, {held:.2f} GiB held, {seconds:.1f} s")
         return self.loaded
@@ -373,9 +363,6 @@ def measure_profile(name: str, sink: Sink, streams: Sequence[int], steps: int, s
     if name in DRAFTED:
         forget()
         sink.stage("verify", 15, partial(measure_verify, bench, name, memory))
-    for shape in SHAPES.get(name, ()):
-        forget()
-        sink.stage(shape.label, 12, partial(measure_shape, bench, name, shape, memory))
     sink.say("done")
 
 
@@ -392,17 +379,18 @@ def _stages(bench: Bench, engine: Engine, streams: Sequence[int], steps: int, se
     engine.close()
 
 
-def measure_shape(bench: Bench, name: str, shape: Shape, memory: DeviceMemory) -> None:
-    """Memory of another configuration, planned as if nothing were loaded, and its longest requests."""
+def measure_shape(name: str, shape: Shape, sink: Sink) -> None:
+    """Memory of another configuration, in a process that loads nothing else, and its longest requests."""
     resolved = resolve(name, device="cuda", flags=shape.flags)
-    plan = plan_profile(resolved, memory)
-    if plan.cache is None:
-        raise plan.refusal(name)
-    config = resolved.engine_config(plan.cache.budget_bytes)
+    config, plan = admit(resolved)
+    record = resolved.record
+    assert record is not None
+    bench = Bench(name, resolved.description, sink, torch.device("cuda", 0))
+    bench.load(synthetic_model(record), config, keep=False)
     engine = bench.engine(config, plan, shape.label)
     done = longest_requests(engine, shape.requests, plan.max_context)
-    bench.sink.keep(f"{shape.label}: longest", done)
-    bench.sink.say(f"{shape.label}: {done}")
+    sink.keep(f"{shape.label}: longest", done)
+    sink.say(f"{shape.label}: {done}")
     engine.close()
 
 
@@ -463,24 +451,36 @@ def compile_all(profiles: Sequence[str], streams: Sequence[int]) -> None:
 
 
 def run_all(arguments: argparse.Namespace) -> None:
-    """Compile, then every profile in a process of its own, until the budget is spent."""
+    """Compile, then every profile and every shape in a process of its own, until the budget is spent."""
     end = time.monotonic() + arguments.budget
     if not arguments.no_compile:
         compile_all(arguments.profiles, arguments.streams)
-    for place, name in enumerate(arguments.profiles):
-        left = end - time.monotonic()
-        # What is left is shared by weight: a later, larger model needs more of it.
-        shares = [1.0 + 0.6 * number for number in range(place, len(arguments.profiles))]
-        own = left * shares[0] / sum(shares)
+    for name in arguments.profiles:
+        report_path(arguments.out, name).unlink(missing_ok=True)
+    jobs = jobs_of(arguments.profiles)
+    while jobs:
+        job, left = jobs[0], end - time.monotonic()
+        own = seconds_of(jobs, left)
+        jobs = jobs[1:]
+        if job.label is not None and own > left:
+            sink = Sink.opened(report_path(arguments.out, job.name), job.name, left)
+            sink.stage(job.label, own, lambda: None)
+            continue
         command = [
-            sys.executable, "-m", __spec__.name, "--one", name, "--budget", f"{own:.0f}", "--out", str(arguments.out),
-            "--streams", ",".join(map(str, arguments.streams)), "--steps", str(arguments.steps),
-            "--seconds", str(arguments.seconds), *(["--no-trace"] if arguments.no_trace else []),
+            sys.executable, "-m", __spec__.name, "--one", job.name, "--budget", f"{own:.0f}",
+            "--out", str(arguments.out), "--streams", ",".join(map(str, arguments.streams)),
+            "--steps", str(arguments.steps), "--seconds", str(arguments.seconds),
+            *(["--no-trace"] if arguments.no_trace else []), *(["--shape", job.label] if job.label else []),
         ]  # fmt: skip
         try:
             subprocess.run(command, timeout=own + 45, check=False)
         except subprocess.TimeoutExpired:
-            print(f"{name}: stopped {own + 45:.0f} s after its start", flush=True)
+            print(f"{job.name} {job.label or ''}: stopped {own + 45:.0f} s after its start", flush=True)
+
+
+def report_path(folder: Path, name: str) -> Path:
+    """Where all processes of a profile keep their results."""
+    return folder / f"geometry-{name}.json"
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -496,6 +496,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--no-trace", action="store_true")
     parser.add_argument("--one", help="measure this profile in this process")
+    parser.add_argument("--shape", help="with --one: measure only the memory of this further shape")
     parser.add_argument("--compile", help="only compile this profile's kernels")
     parser.add_argument("--rows", type=int, default=1)
     arguments = parser.parse_args(given)
@@ -504,12 +505,19 @@ def main(given: Sequence[str] | None = None) -> None:
         compile_kernels(arguments.compile, arguments.rows)
     elif arguments.one:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        path = arguments.out / f"geometry-{arguments.one}.json"
-        sink = Sink(path, arguments.one, time.monotonic() + arguments.budget)
-        measure_profile(
-            arguments.one, sink, arguments.streams, arguments.steps, arguments.seconds, not arguments.no_trace
-        )
+        sink = Sink.opened(report_path(arguments.out, arguments.one), arguments.one, arguments.budget)
+        if arguments.shape:
+            try:
+                shape = find_shape(arguments.one, arguments.shape)
+            except UsageError as error:
+                parser.error(str(error))
+            sink.stage(shape.label, 0, partial(measure_shape, arguments.one, shape, sink))
+        else:
+            measure_profile(
+                arguments.one, sink, arguments.streams, arguments.steps, arguments.seconds, not arguments.no_trace
+            )
     else:
+        arguments.out.mkdir(parents=True, exist_ok=True)
         run_all(arguments)
 
 
