@@ -28,9 +28,11 @@ from slimserve.engine.request import Request, SamplingParams
 from slimserve.engine.speculate.model_drafter import ModelDrafter
 from slimserve.models.format_map import find_rule
 from slimserve.models.registry import find_hf
+from slimserve.ops.held import PROCESSORS, attention_scratch, held_bytes, held_parts, widest_attention
+from slimserve.ops.triton.attention import paged_attention
 from slimserve.plan.description import Description, describe_config
 from slimserve.plan.memory import DeviceMemory, MemoryPlan, plan_memory
-from slimserve.plan.working import rounding_bytes
+from slimserve.plan.working import GRAPH_DRIVER, LOCAL_STACK, RESIDENT_THREADS, rounding_bytes
 from slimserve.profiles.registry import find_record
 from slimserve.weights.loader import load_source
 from slimserve.weights.synthetic import SyntheticModel, lay_out
@@ -82,7 +84,7 @@ def observe(model: SyntheticModel, config: EngineConfig, lengths: list[int]) -> 
         for length in lengths:
             engine.submit(Request(f"r{length}", [1] * length, SamplingParams(temperature=0.0), 3, ignore_eos=True))
             plan = engine.scheduler.plan()
-            assert sum(row.q_len for row in plan.rows) == length
+            assert sum(row.q_len for row in plan.rows) == length, (length, [row.q_len for row in plan.rows])
             allocator.peak = allocator.allocated
             computed = forward(plan)
             peak = max(peak, allocator.peak - base)
@@ -108,28 +110,34 @@ def planned(description: Description, config: EngineConfig) -> MemoryPlan:
     return plan_memory(description, config, H200)
 
 
-def device_config(budget: int, speculation: SpeculationConfig | None = None) -> EngineConfig:
+def device_config(
+    budget: int, speculation: SpeculationConfig | None = None, rows: int = 12, context: int = 4096
+) -> EngineConfig:
     return EngineConfig(
         device="cuda:0",
         cache=CacheConfig(budget_bytes=budget),
-        scheduler=SchedulerConfig(max_sequences=12, max_context=4096, token_budget=2048, mixed_prefill_budget=1024),
+        scheduler=SchedulerConfig(rows, context, token_budget=2048, mixed_prefill_budget=1024),
         speculation=speculation or SpeculationConfig(),
         numerics=NumericsConfig(activation_dtype=torch.bfloat16),
     )
 
 
 @pytest.mark.parametrize(
-    ("name", "layers"),
+    ("name", "layers", "rows", "context"),
     [
-        ("qwen25-coder-1.5b", 2),
-        ("gemma3-270m", 6),
-        pytest.param("qwen35-4b", 4, marks=pytest.mark.slow),
-        pytest.param("glm53f-q2-1", 4, marks=pytest.mark.slow),
+        ("qwen25-coder-1.5b", 2, 12, 4096),
+        ("gemma3-270m", 6, 12, 4096),
+        pytest.param("qwen35-4b", 4, 12, 4096, marks=pytest.mark.slow),
+        pytest.param("glm53f-q2-1", 4, 12, 4096, marks=pytest.mark.slow),
+        # The shapes measured on an H200: many rows at a long context store segments of attention.
+        pytest.param("qwen35-4b", 4, 64, 32768, marks=pytest.mark.slow),
+        pytest.param("qwen38-nvfp4-1", 4, 64, 32768, marks=pytest.mark.slow),
+        pytest.param("glm53f-q2-1", 4, 32, 32768, marks=pytest.mark.slow),
     ],
 )
-def test_terms_are_what_the_code_allocates(name: str, layers: int) -> None:
+def test_terms_are_what_the_code_allocates(name: str, layers: int, rows: int, context: int) -> None:
     model, description = shallow(name, layers)
-    config = device_config(2 * GIB)
+    config = device_config(20 * GIB if rows > 12 else 2 * GIB, rows=rows, context=context)
     plan = planned(description, config)
     terms = {term.name: term.num_bytes for term in plan.terms}
     assert plan.cache is not None
@@ -143,11 +151,45 @@ def test_terms_are_what_the_code_allocates(name: str, layers: int) -> None:
         ("cache", plan.cache.used_bytes, seen.cache),
         ("inputs", terms["inputs"], seen.inputs),
         ("working", groups["working"], seen.working),
-        ("graphs", terms["graphs"], seen.graphs),
+        ("graphs", terms["graphs"] - GRAPH_DRIVER, seen.graphs),
+        ("allocator", groups["allocator"], seen.allocator),
     ):
-        print(f"{name}, {layers} layers: {what} planned {expected / MIB:.1f}, allocated {got / MIB:.1f} MiB")
-        least = (1 if what in ("cache", "inputs") else 32) * MIB
-        assert abs(expected - got) <= max(0.1 * expected, least), what
+        print(f"{name}, {layers} layers, {rows} rows: {what} planned {expected / MIB:.1f}, seen {got / MIB:.1f} MiB")
+        # A few layers leave other free blocks than all of them, most where experts are made one after the other.
+        leasts = {"cache": 1, "inputs": 1, "working": 64, "allocator": 256 if description.num_experts else 128}
+        assert abs(expected - got) <= max(0.1 * expected, leasts.get(what, 32) * MIB), what
+
+
+def test_parts_of_a_layout_and_stacks_are_planned() -> None:
+    """NVFP4 is held in two tensors, of which the larger leaves 1.5 MiB of its 44; models with experts need stacks."""
+    low, words = held_parts("E2M1_G16", (17408, 5120))
+    assert (low, words) == (17408 * 5120 // 2, 17408 * 5120 // 16) and held_parts("BF16", (64, 64)) == ()
+    assert abs(sum(held_parts("Q6_K", (248320, 2560))) - held_bytes("Q6_K", (248320, 2560), 0)) < 1 << 20
+    plans = [planned(shallow(name, 4)[1], device_config(2 * GIB)) for name in ("qwen35-4b", "glm53f-q2-1")]
+    runtime = [plan.by_group()["runtime"] for plan in plans]
+    assert runtime[1] - runtime[0] == LOCAL_STACK * RESIDENT_THREADS * PROCESSORS
+
+
+def test_stored_segments_are_those_of_the_kernels_launch() -> None:
+    """What attention stores of a long context, by rows and by tokens of one row, up to its limit."""
+    heads = (16, 4, 256)
+    with fake_cuda(allocator := Allocator()):
+        cuda = torch.device("cuda:0")
+        pages = torch.empty((8, 4, 64, 256), dtype=torch.bfloat16, device=cuda)
+        for context, rows, q_len in ((32768, 64, 1), (262144, 32, 1), (262144, 64, 1), (2048, 132, 1), (512, 4, 1),
+                                     (32768, 1, 496), (32768, 1, 500), (4096, 1, 1055), (4096, 1, 1057)):  # fmt: skip
+            q = torch.empty((rows * q_len, 16, 256), dtype=torch.bfloat16, device=cuda)
+            integers = torch.empty(rows + 1, dtype=torch.int32, device=cuda)
+            table = torch.empty((rows, context // 64), dtype=torch.int32, device=cuda)
+            base = allocator.peak = allocator.allocated
+            out = paged_attention(q, pages, pages, table, integers, integers, scale=1.0, max_q_len=q_len,
+                                  max_context=context)  # fmt: skip
+            stored = allocator.peak - base - out.numel() * 2
+            expected = attention_scratch(heads, context, rows=rows, q_len=q_len)
+            assert abs(stored - expected) <= 3 * MIB, (context, rows, q_len)
+            if rows == 1:
+                most, length = widest_attention(heads, context, 2048)
+                assert stored <= most + 3 * MIB and (not expected or q_len <= length)
 
 
 @pytest.mark.slow

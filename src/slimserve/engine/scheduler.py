@@ -24,7 +24,7 @@ from slimserve.engine.step import RequestOutput, Row, RowResult, StepPlan, StepR
 from slimserve.errors import RequestError
 from slimserve.layers.contract import BLOCK_TOKENS
 
-_LEAST_PREFILL = 16
+LEAST_PREFILL = 16
 _MOST_LOOKED_AT = 64
 """Waiting requests that one step looks at."""
 
@@ -168,7 +168,7 @@ class Scheduler:
         budget = self._config.token_budget - sum(row.q_len for row in rows.values())
         if rows:
             budget = min(budget, self._config.mixed_prefill_budget)
-        budget = max(budget, min(_LEAST_PREFILL, self._config.token_budget))
+        budget = max(budget, min(LEAST_PREFILL, self._config.token_budget))
         self._scored_left = SCORED_STEP
         self._plan_prefill(rows, budget)
         if not rows and self._waiting and not self._running:

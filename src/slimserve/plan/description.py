@@ -98,6 +98,14 @@ class Description:
     config: Any = None
 
     @property
+    def heads(self) -> tuple[int, int, int] | None:
+        """(query heads, key heads, elements of a head) of paged attention; None for a model without it."""
+        found = tuple(int(getattr(self.config, name, 0)) for name in ("num_heads", "num_kv_heads", "head_dim"))
+        kinds = {spec.kind for spec in self.caches(torch.bfloat16)}
+        paged = kinds & {CacheKind.ATTENTION, CacheKind.WINDOW}
+        return (found[0], found[1], found[2]) if paged and all(found) else None
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of all weights."""
         return sum(weight.num_bytes for weight in self.weights)

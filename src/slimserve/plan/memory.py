@@ -14,6 +14,7 @@ import torch
 
 from slimserve.cache.budget import CacheDemand, CachePlan, minimum_budget
 from slimserve.engine.config import DrafterKind, EngineConfig, SpeculationConfig
+from slimserve.engine.scheduler import LEAST_PREFILL
 from slimserve.errors import RefusalError
 from slimserve.hardware import format_bytes
 from slimserve.layers.contract import BLOCK_TOKENS
@@ -26,8 +27,10 @@ from slimserve.plan.working import (
     MIB,
     DeviceMemory,
     Term,
+    attention_terms,
     graph_terms,
     input_bytes,
+    local_terms,
     rounding_bytes,
     slack_term,
     working_terms,
@@ -249,9 +252,12 @@ class _Planner:
             Term("reserve", reserve, memory.label, f"{RESERVE_SHARE[memory.kind]:.0%} of the memory, never planned")
         )
 
+        working = sum(term.num_bytes for term in self.working_terms() if term.device == memory.label)
+        here = self.moving_bytes(demand, specs, working)
+
         def fits(wanted: CacheDemand) -> bool:
-            """Whether one longest request fits; tables and recorded steps grow with the context."""
-            moved = self.moving_bytes(wanted, specs) - self.moving_bytes(demand, specs)
+            """Whether one longest request fits; tables, stored segments and recorded steps grow with the context."""
+            moved = self.moving_bytes(wanted, specs, working) - here
             needed, beside = minimum_budget(specs, wanted), drafter.least_cache(wanted)
             return needed <= (needed if stated is None else stated) and (
                 max(needed, stated or 0) + beside <= available - moved
@@ -289,6 +295,7 @@ class _Planner:
         description, memory, limits = self.description, self.memory, self.config.scheduler
         label, kind = memory.label, memory.kind
         terms = [Term("runtime", RUNTIME_BYTES[kind], label, "measured: python, torch and the device context")]
+        terms += local_terms(description, memory)
         if SERVER_BYTES[kind]:
             tokens = description.vocab_size
             source = f"measured: the process that speaks HTTP; {tokens} tokens x {TOKENIZER_BYTES} bytes"
@@ -296,11 +303,11 @@ class _Planner:
             terms.append(Term("server", held, label, source))
         terms += weight_terms(description, memory) + self.drafter.weight_terms(memory)
         rows = limits.max_sequences * (1 + self.max_draft)
-        tokens = limits.token_budget + rows
-        working = working_terms(description, self.config, tokens, rows, memory)
-        working += self.drafter.working_terms(working, memory, tokens, rows)
-        terms += [*working, *self.input_terms(demand, specs), *self.graph_terms(demand)]
-        terms.append(slack_term([term for term in working if term.device == label], memory))
+        working = self.working_terms()
+        here = [term for term in working if term.device == label]
+        terms += [*working, *self.attention_terms(demand, sum(term.num_bytes for term in here))]
+        terms += [*self.input_terms(demand, specs), *self.graph_terms(demand)]
+        terms.append(slack_term(here, rows * description.vocab_size * 4, memory))
         if kind == "cuda":
             rounding = rounding_bytes(description, specs, demand, memory) + self.drafter.rounding_bytes(demand, memory)
             terms.append(Term("rounding", rounding, label, "formula: tensors above 10 MiB in pieces of 2 MiB"))
@@ -319,10 +326,23 @@ class _Planner:
         q_len = 1 + self.max_draft
         return graph_terms(self.description, self.config, demand, demand.max_sequences * q_len, self.memory, q_len)
 
-    def moving_bytes(self, demand: CacheDemand, specs: Sequence[CacheSpec]) -> int:
+    def working_terms(self) -> list[Term]:
+        """Working memory of the model's steps and of the drafter's."""
+        limits = self.config.scheduler
+        rows = limits.max_sequences * (1 + self.max_draft)
+        tokens = max(limits.token_budget, rows + LEAST_PREFILL)  # decode rows are part of the budget
+        own = working_terms(self.description, self.config, tokens, rows, self.memory)
+        return [*own, *self.drafter.working_terms(own, self.memory, tokens, rows)]
+
+    def attention_terms(self, demand: CacheDemand, working: int) -> list[Term]:
+        """Stored segments of attention, beyond the working memory of the longest steps."""
+        return attention_terms(self.description, self.config, demand, working, self.memory, 1 + self.max_draft)
+
+    def moving_bytes(self, demand: CacheDemand, specs: Sequence[CacheSpec], working: int) -> int:
         """The part of the fixed terms that grows with the longest context, at as many sequences as are asked for."""
         asked = replace(demand, max_sequences=self.config.scheduler.max_sequences)
-        return sum(term.num_bytes for term in (*self.input_terms(asked, specs), *self.graph_terms(asked)))
+        moving = (*self.input_terms(asked, specs), *self.graph_terms(asked), *self.attention_terms(asked, working))
+        return sum(term.num_bytes for term in moving)
 
 
 def _demand(description: Description, config: EngineConfig) -> CacheDemand:

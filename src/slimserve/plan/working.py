@@ -15,7 +15,14 @@ from slimserve.engine.forward import LEAST_CONTEXT, row_counts
 from slimserve.engine.scheduler import SCORED_STEP
 from slimserve.layers.contract import BLOCK_TOKENS
 from slimserve.models.contract import CacheKind, CacheSpec, Role
-from slimserve.ops.held import product_scratch, scratch_rows
+from slimserve.ops.held import (
+    PROCESSORS,
+    attention_scratch,
+    held_parts,
+    product_scratch,
+    scratch_rows,
+    widest_attention,
+)
 from slimserve.plan.description import Description
 
 MIB = 1 << 20
@@ -23,19 +30,33 @@ MIB = 1 << 20
 HOST = "host"
 """Label of terms that lie in the computer's memory while the model runs on an accelerator."""
 
-SLACK_SHARE = {"cpu": 0.25, "cuda": 0.5}
-SLACK_LEAST = {"cpu": 32 * MIB, "cuda": 112 * MIB}
-"""What an allocator keeps of freed working memory, as a share of it. On CUDA 0 to 0.95 came out of torch's rules
-applied to the tensors of four models (see docs/notebook.md): a mean, not a bound."""
+SLACK_SHARE = {"cpu": 0.25, "cuda": 0.33}
+SLACK_LEAST = {"cpu": 32 * MIB, "cuda": 96 * MIB}
+SLACK_TABLES = {"cpu": 0.0, "cuda": 1.3}
+"""What an allocator keeps of freed working memory: on a CPU a share of it, or the least; on CUDA the least, a share and
+tables of logits. The three CUDA numbers are fitted, after the fact, to six shapes on an H200 (docs/notebook.md)."""
 
 GRAPH_SEGMENTS = 22 * MIB
 """Recorded steps allocate from a pool of their own: one segment of small blocks and one of large ones at least."""
 GRAPH_BYTES = 1 * MIB
-"""What the driver keeps per recorded step; predicted, not yet measured."""
+"""What the driver keeps per recorded step; a guess, above what a soak on an H200 showed."""
+GRAPH_DRIVER = 72 * MIB
+"""What the driver takes when a process records its first step, and keeps. Fitted, after the fact, to four processes on
+an H200: 67 to 83 MiB more than the recorded tensors; later engines of the same processes took none."""
+
+LOCAL_STACK = 2056
+"""Bytes of stack of each resident thread that the kernel needs which sorts up to 256 pairs by expert (see
+docs/notebook.md). Fitted, after the fact, to 530 MiB on one H200; Triton 3.9 makes it 1,448 (0 for 128 pairs)."""
+RESIDENT_THREADS = 2048
+"""Threads of a multiprocessor: the driver keeps room for the stacks of all of them."""
 
 ROUNDING = 2 * MIB
 """torch's CUDA allocator takes tensors above 10 MiB in whole pieces of this size, smaller ones out of shared blocks."""
 ROUNDED_FROM = 10 * MIB
+RELAYOUT_BLOCK = 32 * MIB
+"""What the largest intermediate tensors of a relayout leave free: a weight a little smaller settles there, and nothing
+fits in what remains (seen in the allocator's rules applied to loading; see docs/notebook.md)."""
+RELAYOUT_REST = 4 * MIB
 
 LOGITS_COPIES = 3.0
 """Float32 tables of logits alive at once while drawing: the logits, their edited copy, a sort or softmax of it."""
@@ -140,32 +161,94 @@ def graph_terms(
     if memory.kind != "cuda" or not config.graphs or not description.vocab_size:
         return [Term("graphs", 0, label, "no steps are recorded")]
     logits = rows * description.vocab_size * 4
-    large = (logits, scratch_bytes(description, rows, memory.kind, memory.count))
-    pool = GRAPH_SEGMENTS + sum(-(-size // ROUNDING) * ROUNDING for size in large if size > GRAPH_SEGMENTS)
+    contexts = _recorded_contexts(demand.max_context)
+    stored = _stored(description, demand.max_sequences, q_len, demand.max_context, memory)
+    # Stored segments are gone when logits are made, and sums are stored while neither is there.
+    large = (max(logits, stored), scratch_bytes(description, rows, memory.kind, memory.count))
+    pool = GRAPH_SEGMENTS + sum(_pieces(size) for size in large)
     results = logits + 2 * rows * description.hidden_size * config.numerics.activation_dtype.itemsize
-    contexts = 1 + max(0, (demand.max_context - 1) // LEAST_CONTEXT).bit_length()
-    shapes = len(row_counts(demand.max_sequences)) * contexts * q_len
-    first = min(2, contexts)
-    later = (shapes - first) * GRAPH_BYTES
+    counts = row_counts(demand.max_sequences)
+    shapes = len(counts) * len(contexts) * q_len
+    first = min(2, len(contexts))
+    # Fewer rows, or a shorter context, may store segments where the widest step is past the limit and does not.
+    most = max(_stored(description, count, q_len, context, memory) for count in counts for context in contexts)
+    later = (shapes - first) * GRAPH_BYTES + _pieces(max(most, logits)) - _pieces(max(stored, logits))
+    source = f"formula: pool and results of {rows} rows; fitted: {GRAPH_DRIVER // MIB} MiB of the driver's"
     return [
-        Term("graphs", pool + results + first * GRAPH_BYTES, label, f"formula: pool and results of {rows} rows"),
+        Term("graphs", pool + results + first * GRAPH_BYTES + GRAPH_DRIVER, label, source),
         Term("recordings", later, label, f"prediction: {shapes - first} more shapes, taken as they come"),
     ]
 
 
-def slack_term(working: Sequence[Term], memory: DeviceMemory) -> Term:
-    """What the allocator keeps of freed working memory."""
-    share = SLACK_SHARE[memory.kind]
-    slack = max(int(share * sum(term.num_bytes for term in working)), SLACK_LEAST[memory.kind])
-    return Term("slack", slack, memory.label, f"{share:.0%} of working memory, or a floor")
+def _pieces(num_bytes: int) -> int:
+    """What a pool takes for a tensor that its first segments do not hold."""
+    return -(-num_bytes // ROUNDING) * ROUNDING if num_bytes > GRAPH_SEGMENTS else 0
+
+
+def _recorded_contexts(max_context: int) -> list[int]:
+    """Bounds of context that steps are recorded for (see engine.forward)."""
+    bounds = [min(LEAST_CONTEXT, max_context)]
+    while bounds[-1] < max_context:
+        bounds.append(min(2 * bounds[-1], max_context))
+    return bounds
+
+
+def _stored(description: Description, rows: int, q_len: int, context: int, memory: DeviceMemory) -> int:
+    """Bytes of attention's stored segments in a step of `rows` rows, on one device."""
+    heads = description.heads
+    if heads is None or memory.kind != "cuda":
+        return 0
+    return -(-attention_scratch(heads, context, rows=rows, q_len=q_len) // memory.count)
+
+
+def attention_terms(
+    description: Description, config: EngineConfig, demand: CacheDemand, working: int, memory: DeviceMemory, q_len: int
+) -> list[Term]:
+    """What short steps at the longest context take for attention's stored segments, beyond `working` bytes."""
+    heads = description.heads
+    if heads is None or memory.kind != "cuda":
+        return []
+    beside = description.product_width * config.numerics.activation_dtype.itemsize
+    prompt, length = widest_attention(heads, demand.max_context, config.scheduler.token_budget)
+    decode = _stored(description, demand.max_sequences, q_len, demand.max_context, memory)
+    found = [(-(-prompt // memory.count) + length * beside, f"up to {length} prompt tokens")]
+    found.append((decode + demand.max_sequences * q_len * beside, f"{demand.max_sequences} rows"))
+    most, words = max(found)
+    source = f"formula: attention of {words} at {demand.max_context} tokens stores its segments; beyond working memory"
+    return [Term("attention", max(0, most - working), memory.label, source)]
+
+
+def local_terms(description: Description, memory: DeviceMemory) -> list[Term]:
+    """Stacks of resident threads, where a model's kernels need more than the driver keeps anyway."""
+    if memory.kind != "cuda" or not description.num_experts:
+        return []
+    size = LOCAL_STACK * RESIDENT_THREADS * PROCESSORS
+    return [Term("runtime.stacks", size, memory.label, "fitted: the kernel that sorts tokens by expert needs a stack")]
+
+
+def slack_term(working: Sequence[Term], logits: int, memory: DeviceMemory) -> Term:
+    """What the allocator keeps of freed working memory; `logits`: bytes of a table of logits of all rows."""
+    share, least = SLACK_SHARE[memory.kind], SLACK_LEAST[memory.kind]
+    held = int(share * sum(term.num_bytes for term in working))
+    if memory.kind == "cpu":
+        return Term("slack", max(held, least), memory.label, f"{share:.0%} of working memory, or a floor")
+    slack = least + held + int(SLACK_TABLES[memory.kind] * logits)
+    return Term("slack", slack, memory.label, f"fitted: a floor, {share:.0%} of working memory, tables of logits")
 
 
 def rounding_bytes(
     description: Description, specs: Sequence[CacheSpec], demand: CacheDemand, memory: DeviceMemory
 ) -> int:
-    """What rounding costs: exactly for weights as the file holds them, half a piece for each large cache tensor."""
-    sizes = [-(-weight.num_bytes // memory.count) for weight in description.weights if not weight.host]
-    weights = sum(-size % ROUNDING for size in sizes if size > ROUNDED_FROM)
+    """What rounding costs: exactly for the tensors that hold weights, half a piece for each large cache tensor."""
+    weights = 0
+    for weight in description.weights:
+        if weight.host:
+            continue
+        whole = (weight.num_bytes,)
+        parts = held_parts(weight.format, weight.shape) or whole if weight.shape and weight.format else whole
+        # A stack of experts is one tensor a part; several devices share each.
+        sizes = [-(-part // memory.count) for part in parts]
+        weights += sum(_rounding(size) for size in sizes)
     large = 0
     for spec in specs:
         # Pages count as large at any context, so that this term does not move with it.
@@ -174,6 +257,13 @@ def rounding_bytes(
         counted += [(buffer, demand.max_sequences + 1) for buffer in spec.open]
         large += len(spec.layers) * sum(1 for buffer, count in counted if buffer.num_bytes * count > ROUNDED_FROM)
     return weights + large * ROUNDING // 2
+
+
+def _rounding(size: int) -> int:
+    """What a weight's tensor leaves unused of the block it lies in."""
+    if size <= ROUNDED_FROM:
+        return 0
+    return RELAYOUT_BLOCK - size if 0 <= RELAYOUT_BLOCK - size < RELAYOUT_REST else -size % ROUNDING
 
 
 def input_bytes(specs: Sequence[CacheSpec], demand: CacheDemand, tokens: int) -> int:
