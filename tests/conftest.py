@@ -11,6 +11,8 @@ if not torch.cuda.is_available():
     # Must stand before the first `import triton`: kernels choose their form when they are defined.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell's background job ignores Ctrl-C, and so would every process that a test starts and interrupts.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+for _name in ("SIGINT", "SIGHUP"):
+    # A background job ignores Ctrl-C, and under nohup the hang-up too; so would every process that a test interrupts.
+    _signal = getattr(signal, _name, None)
+    if _signal is not None and signal.getsignal(_signal) is signal.SIG_IGN:
+        signal.signal(_signal, signal.default_int_handler if _name == "SIGINT" else signal.SIG_DFL)

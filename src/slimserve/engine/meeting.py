@@ -13,6 +13,7 @@ import shutil
 import socket
 import stat
 import tempfile
+import time
 
 COMMANDS, EVENTS, SPEC = "commands", "events", "spec"
 _OWNER = "owner"
@@ -30,7 +31,7 @@ class MeetingFolder:
             self._owner = os.open(f"{self.path}/{_OWNER}", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             # Where a file system has no locks, no folder is marked and none is taken for abandoned.
             with contextlib.suppress(OSError):
-                _lock(self._owner)
+                _lock(self._owner, patience=1.0)
                 # After the lock: whoever reads a mark and gets the lock knows that the owner is gone.
                 os.write(self._owner, _mark())
         except BaseException:
@@ -83,11 +84,22 @@ def _is_mine(found: os.stat_result, kind: int) -> bool:
     return stat.S_IFMT(found.st_mode) == kind and found.st_uid == os.geteuid() and not found.st_mode & 0o077
 
 
-def _lock(descriptor: int) -> None:
-    """Take the lock; BlockingIOError if another process has it."""
+def _lock(descriptor: int, patience: float = 0.0) -> None:
+    """Take the lock; BlockingIOError if another process still has it after `patience` seconds.
+
+    Whoever looks for abandoned folders holds the lock of a new one for a moment, before it sees that it has no mark.
+    """
     import fcntl  # not on every platform that can chat
 
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    until = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                raise
+            time.sleep(0.002)
 
 
 def _mark() -> bytes:
