@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -29,10 +30,14 @@ def command(
     draft_acceptance: Annotated[
         str | None, typer.Option("--draft-acceptance", help="exact (default) or rejection.")
     ] = None,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Which kernel serves which tensors, and what refused them before.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show a profile: settings with their origins, files, platforms, figures, what is missing."""
     from slimserve.cli.opening import EngineFlags
+    from slimserve.profiles.kernels import kernel_lines, kernel_uses
     from slimserve.profiles.planning import fitted
     from slimserve.profiles.report import show_json, show_lines
     from slimserve.profiles.resolve import resolve
@@ -44,6 +49,10 @@ def command(
     resolved = resolve(profile, model=model, flags=given.settings(), platform=platform, device=device)
     resolved = fitted(given.with_draft_model(resolved)[0])
     if as_json:
-        speak(json.dumps(show_json(resolved), indent=2) + "\n")
+        body = show_json(resolved)
+        if kernels:
+            body["kernels"] = [asdict(use) for use in kernel_uses(resolved)]
+        speak(json.dumps(body, indent=2) + "\n")
     else:
-        speak("\n".join(show_lines(resolved)) + "\n")
+        lines = [*show_lines(resolved), *(kernel_lines(resolved) if kernels else ())]
+        speak("\n".join(lines) + "\n")

@@ -73,7 +73,8 @@ def _matrix(stack: PackedTensor, head: int) -> PackedTensor:
     return replace(stack, shape=stack.shape[1:], data=stack.data[head], scales=scales)
 
 
-_ALWAYS = KernelEntry(Op.HEAD_LINEAR, "a product per head", lambda case: None, LinearPerHead)
+PER_HEAD = KernelEntry(Op.HEAD_LINEAR, "a product per head", lambda case: None, LinearPerHead)
+"""Serves every stack that no kernel of the device takes whole."""
 
 
 def prepare_head_linear(
@@ -92,7 +93,7 @@ def prepare_head_linear(
         shape=stack.shape,
         numerics=chosen,
     )
-    choice = resolve(case, (*entries(target.type), _ALWAYS))
+    choice = resolve(case, (*entries(target.type), PER_HEAD))
     heads, rows, width = stack.shape
     return HeadWeight(heads, rows, width, choice.entry.implementation(stack, target, chosen), choice)
 
