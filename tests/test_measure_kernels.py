@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,6 @@ from slimserve.cli import main as cli_main
 from slimserve.measure import kernel_bench, kernels_sequence
 from slimserve.measure.kernels import Figure
 from slimserve.measure.kernels_sequence import Builder, Case, Heads, Recurrent, Sparse, Step
-from slimserve.ops import registry
-from slimserve.ops.reference import registry as reference_registry
 
 CPU = torch.device("cpu")
 SPARSE = Sparse(3, 32, 4, 16, 3, 4, 0, 0)
@@ -49,19 +45,6 @@ def test_every_family_is_timed_and_checked(tmp_path: Path, capsys: pytest.Captur
     printed = capsys.readouterr().out
     assert "on cpu" in printed and "synthetic weights, random inputs" in printed
     assert f"{len(figures)} of {len(figures)} outputs agree" in printed
-
-
-@pytest.fixture
-def triton_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Serve CPU tensors with the Triton kernels too, which the interpreter then runs."""
-    from slimserve.ops.triton import registry as triton_registry
-
-    found = triton_registry.entries() + reference_registry.entries()
-    monkeypatch.setattr(registry, "entries", lambda device_type: found)
-    monkeypatch.setattr(sys.modules["slimserve.ops.linear"], "entries", lambda device_type: found)
-    registry.pick.cache_clear()
-    yield
-    registry.pick.cache_clear()
 
 
 @pytest.mark.usefixtures("triton_everywhere")

@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from triton_device import DEVICE, ON_DEVICE, triton_marks
 
-from slimserve.ops import NumericsConfig, explain, registry
-from slimserve.ops.reference import registry as reference_registry
+from slimserve.ops import NumericsConfig, explain
 
 pytestmark = triton_marks()
 tiny_models = pytest.importorskip("tiny_models", reason="needs transformers and gguf")
 from step_driver import StepDriver  # noqa: E402
 
 from slimserve.weights.loader import load_model  # noqa: E402
-
-
-@pytest.fixture
-def triton_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Serve CPU tensors with the Triton kernels too, which the interpreter then runs."""
-    from slimserve.ops.triton import registry as triton_registry
-
-    found = triton_registry.entries() + reference_registry.entries()
-    monkeypatch.setattr(registry, "entries", lambda device_type: found)
-    monkeypatch.setattr(sys.modules["slimserve.ops.linear"], "entries", lambda device_type: found)
-    registry.pick.cache_clear()
-    yield
-    registry.pick.cache_clear()
 
 
 @pytest.mark.usefixtures("triton_everywhere")

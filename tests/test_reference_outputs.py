@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from tiny_models import from_gguf_file
 
 from slimserve.ops import Activations, NumericsConfig
 from slimserve.weights.loader import LoadedModel, load_model
+
+LogProbsOf = Callable[[dict[str, Any]], torch.Tensor]
 
 LEAST_AGREEMENT = {"qwen25-coder-0.5b": 0.99, "smollm2-135m": 0.97, "gemma3-270m": 0.98}
 LARGEST_MARGIN = 0.4
@@ -27,11 +30,9 @@ def load(profile: str, activations: Activations) -> LoadedModel:
     return loaded
 
 
-@pytest.mark.parametrize("profile", reference_outputs.FILES)
-def test_agrees_with_recorded_llama_cpp(profile: str) -> None:
-    cases = recorded_cases(profile)
-    model = load(profile, Activations.INT8).model
-    steps, disagreements, difference = compare(cases, lambda case: teacher_forced(model, case, torch.float16))
+def hold_against_record(profile: str, cases: list[dict[str, Any]], logprobs_of: LogProbsOf) -> None:
+    """Print and bound how far a model that is fed the recorded tokens departs from the record."""
+    steps, disagreements, difference = compare(cases, logprobs_of)
     agreed = steps - len(disagreements)
     print(f"{profile}: {agreed} of {steps} agree, mean difference of the chosen token {difference:.4f} nat")
     for entry in disagreements:
@@ -39,6 +40,13 @@ def test_agrees_with_recorded_llama_cpp(profile: str) -> None:
     assert agreed / steps >= LEAST_AGREEMENT[profile]
     assert all(entry.recorded_margin < LARGEST_MARGIN for entry in disagreements)
     assert difference < 0.06
+
+
+@pytest.mark.parametrize("profile", reference_outputs.FILES)
+def test_agrees_with_recorded_llama_cpp(profile: str) -> None:
+    cases = recorded_cases(profile)
+    model = load(profile, Activations.INT8).model
+    hold_against_record(profile, cases, lambda case: teacher_forced(model, case, torch.float16))
 
 
 @pytest.mark.gpu
@@ -49,13 +57,7 @@ def test_agrees_on_a_device() -> None:
     profile = "smollm2-135m"
     cases = recorded_cases(profile)
     model = load_model(model_file(profile), device="cuda").model
-    steps, disagreements, difference = compare(cases, lambda case: teacher_forced(model, case, torch.bfloat16, "cuda"))
-    print(f"{profile}: {steps - len(disagreements)} of {steps} agree, mean difference {difference:.4f} nat")
-    for entry in disagreements:
-        print(f"  {entry}")
-    assert (steps - len(disagreements)) / steps >= LEAST_AGREEMENT[profile]
-    assert all(entry.recorded_margin < LARGEST_MARGIN for entry in disagreements)
-    assert difference < 0.06
+    hold_against_record(profile, cases, lambda case: teacher_forced(model, case, torch.bfloat16, "cuda"))
 
 
 QUICK_CASES = 4

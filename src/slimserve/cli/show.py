@@ -37,7 +37,6 @@ def command(
 ) -> None:
     """Show a profile: settings with their origins, files, platforms, figures, what is missing."""
     from slimserve.cli.opening import EngineFlags
-    from slimserve.profiles.kernels import kernel_lines, kernel_uses
     from slimserve.profiles.planning import fitted
     from slimserve.profiles.report import show_json, show_lines
     from slimserve.profiles.resolve import resolve
@@ -51,8 +50,14 @@ def command(
     if as_json:
         body = show_json(resolved)
         if kernels:
+            from slimserve.profiles.kernels import kernel_uses
+
             body["kernels"] = [asdict(use) for use in kernel_uses(resolved)]
         speak(json.dumps(body, indent=2) + "\n")
     else:
-        lines = [*show_lines(resolved), *(kernel_lines(resolved) if kernels else ())]
+        lines = show_lines(resolved)
+        if kernels:
+            from slimserve.profiles.kernels import kernel_lines
+
+            lines += kernel_lines(resolved)
         speak("\n".join(lines) + "\n")

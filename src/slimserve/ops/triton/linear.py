@@ -55,8 +55,6 @@ def cut_segments(rows: int, steps: int, step: int, groups: int = 1) -> Segments:
     return Segments(taken, cdiv(steps, taken))
 
 
-
-
 @dataclass(frozen=True, slots=True)
 class Tile:
     """Weight rows and input rows of a program, warps, and whether it is of the wide form.
