@@ -54,10 +54,12 @@ def group_rows(expert_ids: torch.Tensor, num_experts: int, columns: int, divisor
         group, first, count = torch.empty((3, num_tiles), dtype=torch.int32, device=flat.device)
         order = torch.empty(pairs, dtype=torch.int32, device=flat.device)
         overlap, options = overlap_options(flat.device)
+        size = max(16, next_power(pairs))
+        # Few compares per thread (32 at 64 pairs, else at most 16): a kernel out of registers would need stack.
         group_kernel[(1,)](
             flat, group, first, count, order, pairs, num_tiles, num_experts,
-            COLUMNS=columns, PAIRS=max(16, next_power(pairs)), OVERLAP=overlap,
-            num_warps=8 if pairs > 64 else 4, **options,
+            COLUMNS=columns, PAIRS=size, BLOCK=size if size <= 64 else 32, OVERLAP=overlap,
+            num_warps=max(4, size // 16), **options,
         )  # fmt: skip
         return Grouping(group, first, count, order, divisor)
     order = torch.argsort(flat, stable=True)

@@ -132,32 +132,43 @@ def embedding_kernel(
 @triton.jit(do_not_specialize=["pairs", "num_tiles", "num_experts"])
 def group_kernel(
     ids_ptr, tile_group_ptr, tile_first_ptr, tile_count_ptr, order_ptr, pairs, num_tiles, num_experts,
-    COLUMNS: tl.constexpr, PAIRS: tl.constexpr, OVERLAP: tl.constexpr,
+    COLUMNS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Sort up to PAIRS pairs by expert, one program: every pair counts those before it (see `experts.group_rows`)."""
+    """Sort up to PAIRS pairs by expert, one program: every pair counts those before it, BLOCK of them at a time (see
+    `experts.group_rows`)."""
     if OVERLAP:
         cuda.gdc_launch_dependents()
         cuda.gdc_wait()
     place = tl.arange(0, PAIRS)
+    # Spare places sort behind every expert.
     expert = tl.load(ids_ptr + place, mask=place < pairs, other=num_experts).to(tl.int32)
-    # The same list along the other axis; spare places sort behind every expert.
-    other = tl.load(ids_ptr + place, mask=place < pairs, other=num_experts).to(tl.int32)
-    same = expert[:, None] == other[None, :]
-    before = (expert[:, None] > other[None, :]).to(tl.int32)
-    first = tl.sum(before, axis=1)
-    rank = tl.sum((same & (place[None, :] < place[:, None])).to(tl.int32), axis=1)
-    rank_of_other = tl.sum((same & (place[:, None] < place[None, :])).to(tl.int32), axis=0)
-    size = tl.sum(same.to(tl.int32), axis=1)
-    heads = (rank_of_other % COLUMNS == 0) & (other < num_experts)
-    tile = tl.sum(before * heads.to(tl.int32)[None, :], axis=1) + rank // COLUMNS
+    first = tl.zeros((PAIRS,), tl.int32)
+    rank = tl.zeros((PAIRS,), tl.int32)
+    size = tl.zeros((PAIRS,), tl.int32)
+    tile = tl.zeros((PAIRS,), tl.int32)
+    used = tl.zeros((BLOCK,), tl.int32)
+    # A single block is no loop to the compiler; of several, those of spare places alone count for nobody.
+    for start in range(0, PAIRS if BLOCK == PAIRS else pairs, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        other = tl.load(ids_ptr + at, mask=at < pairs, other=num_experts).to(tl.int32)
+        same = expert[:, None] == other[None, :]
+        before = (expert[:, None] > other[None, :]).to(tl.int32)
+        first += tl.sum(before, axis=1)
+        rank += tl.sum((same & (at[None, :] < place[:, None])).to(tl.int32), axis=1)
+        # All pairs stand along axis 0, so a block's own ranks are complete here.
+        rank_of_other = tl.sum((same & (place[:, None] < at[None, :])).to(tl.int32), axis=0)
+        size += tl.sum(same.to(tl.int32), axis=1)
+        heads = ((rank_of_other % COLUMNS == 0) & (other < num_experts)).to(tl.int32)
+        tile += tl.sum(before * heads[None, :], axis=1)
+        used += heads
+    tile += rank // COLUMNS
     live = place < pairs
     tl.store(order_ptr + first + rank, place, mask=live)
     head = live & (rank % COLUMNS == 0)
     tl.store(tile_group_ptr + tile, expert, mask=head)
     tl.store(tile_first_ptr + tile, first + rank, mask=head)
     tl.store(tile_count_ptr + tile, tl.minimum(size - rank, COLUMNS), mask=head)
-    used = tl.sum(heads.to(tl.int32), axis=0)
-    spare = used + place
+    spare = tl.sum(used, axis=0) + place
     tl.store(tile_count_ptr + spare, tl.zeros_like(place), mask=spare < num_tiles)
 
 
