@@ -1,12 +1,12 @@
 """The decoders' inline assembly, executed instruction by instruction, against what the codes mean.
 
-No device is needed: a few PTX instructions are written out here. Every decoder is fed random words and all codes.
+No device is needed: a few PTX instructions are written out here. Every decoder is fed random words and all codes. Its
+constraints are held against the registers that its operands and results take.
 """
 
 from __future__ import annotations
 
 import random
-import re
 import struct
 import types
 from collections.abc import Callable
@@ -18,8 +18,11 @@ from triton_device import triton_marks
 
 pytestmark = triton_marks()
 if not any(mark.name == "skip" for mark in pytestmark):
-    from slimserve.ops.triton import formats, tiles, tiles_grid
-    from slimserve.quant.grids import IQ4_LEVELS, grid
+    from slimserve.ops.triton import formats, integer_kernel, integers, tiles
+    from slimserve.ops.triton.relayout import relayout
+    from slimserve.quant.formats import find_format
+    from slimserve.quant.grids import IQ4_LEVELS, grid, parity_signs
+    from slimserve.quant.tensor import PackedTensor
 
 MASK = 0xFFFFFFFF
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -69,7 +72,9 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "xor.b32": lambda a, b: a ^ b,
     "add.u32": lambda a, b: (a + b) & MASK,
     "sub.u32": lambda a, b: (a - b) & MASK,
+    "mul.lo.u32": lambda a, b: (a * b) & MASK,
     "mad.lo.u32": lambda a, b, c: (a * b + c) & MASK,
+    "mad.lo.s32": lambda a, b, c: (a * b + c) & MASK,
     "mad.wide.u32": lambda a, b, c: a * b + c,
     "mov.b32": lambda a: a,
     "prmt.b32": permute,
@@ -81,8 +86,12 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 }
 
 
+TABLE_AT = 0x7F3A_0000_1200
+"""Address of the table that loads read, beyond 32 bits."""
+
+
 def execute(program: str, inputs: list[int], outputs: int, table: torch.Tensor | None = None) -> list[int]:
-    """Output registers of an assembly block; table is the memory that a load of two words finds from address 0."""
+    """Output registers of an assembly block; table: the 32-bit words that stand in memory at TABLE_AT."""
     registers: dict[str, Any] = {f"${outputs + i}": value for i, value in enumerate(inputs)}
     for line in program.strip().strip("{}").split(";"):
         parts = line.strip().split(None, 1)
@@ -90,10 +99,11 @@ def execute(program: str, inputs: list[int], outputs: int, table: torch.Tensor |
             continue
         operation, rest = parts
         names = [name.strip(" {}[]") for name in rest.split(",")]
-        if operation.startswith("ld.global"):
+        if operation == "ld.global.nc.b32":
             assert table is not None
-            row = registers[names[2]] // 8
-            registers[names[0]], registers[names[1]] = (int(word) & MASK for word in table[row])
+            place, odd = divmod(registers[names[1]] - TABLE_AT, 4)
+            assert odd == 0 and 0 <= place < table.shape[0]
+            registers[names[0]] = int(table[place]) & MASK
         elif operation == "mov.b32" and rest.lstrip().startswith("{"):
             value = registers[names[2]]
             pair = value if isinstance(value, tuple) else (value & 0xFFFF, value >> 16)
@@ -104,37 +114,75 @@ def execute(program: str, inputs: list[int], outputs: int, table: torch.Tensor |
     return [registers[f"${i}"] for i in range(outputs)]
 
 
-class Recorder:
-    """Stands for `tl` in a decoder: keeps the assembly that the decoder would emit."""
+class Values:
+    """Stands for a tensor in a decoder: numbers of so many bits."""
 
-    bfloat16 = int32 = float32 = "type"
+    shape = ()
+
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
+
+    def to(self, bits: int) -> Values:
+        return Values(bits)
+
+    def __add__(self, other: object) -> Values:
+        return self
+
+    __radd__ = __mul__ = __rmul__ = __floordiv__ = __mod__ = __add__
+
+
+BYTE, HALF, WORD = Values(8), Values(16), Values(32)
+
+
+class EmittedError(Exception):
+    """Ends a decoder once its assembly is known: what follows, if anything, is no assembly."""
+
+
+class Recorder:
+    """Stands for `tl` in a decoder: keeps the assembly that the decoder would emit. Types are their bits."""
+
+    int8, bfloat16, int32, float32, int64 = 8, 16, 32, 32, 64
 
     def __init__(self) -> None:
-        self.program, self.outputs = "", 0
+        self.program, self.outputs, self.arguments = "", 0, ()
 
-    def inline_asm_elementwise(self, program: str, constraints: str, arguments: Any, **options: Any) -> None:
-        self.program, self.outputs = program, len(re.findall("=", constraints))
+    def inline_asm_elementwise(
+        self, program: str, constraints: Any, arguments: Any, *, dtype: Any, is_pure: bool, pack: int
+    ) -> None:
+        results = list(dtype) if isinstance(dtype, tuple) else [dtype]
+        taken = ["=r"] * sum(registers_of(bits, pack) for bits in results)
+        for argument in arguments:
+            taken += ["l" if argument.bits == 64 else "r"] * registers_of(argument.bits, pack)
+        found = [name.replace("&", "") for name in str(getattr(constraints, "value", constraints)).split(",")]
+        assert found == taken and is_pure
+        self.program, self.outputs, self.arguments = program, found.count("=r"), tuple(arguments)
+        raise EmittedError
 
     def broadcast_to(self, value: Any, shape: Any) -> Any:
         return value
 
 
-class Anything:
-    shape = ()
+def registers_of(bits: int, pack: int) -> int:
+    """Registers that `pack` numbers take: whole ones, a register for each number of 32 bits or more."""
+    if bits >= 32:
+        return pack
+    assert bits * pack % 32 == 0
+    return bits * pack // 32
 
-    def __add__(self, other: object) -> Anything:
-        return self
 
-    __radd__ = __mul__ = __rmul__ = to = __add__
-
-
-def assembly(decoder: Any, *arguments: Any, table: torch.Tensor | None = None) -> Callable[..., list[int]]:
-    """The assembly that a decoder emits for its constant arguments (words are None), as a function of registers."""
+def record(decoder: Any, *arguments: Any) -> Recorder:
+    """What a decoder emits for its arguments."""
     recorder = Recorder()
     source = decoder.fn
     namespace = {**source.__globals__, "tl": recorder}
-    types.FunctionType(source.__code__, namespace)(*(Anything() if a is None else a for a in arguments))
-    assert recorder.program
+    with pytest.raises(EmittedError):
+        types.FunctionType(source.__code__, namespace)(*arguments)
+    return recorder
+
+
+def assembly(decoder: Any, *arguments: Any, table: torch.Tensor | None = None) -> Callable[..., list[int]]:
+    """The assembly that a decoder emits for its arguments, as a function of registers."""
+    recorder = record(decoder, *arguments)
     return lambda *registers: execute(recorder.program, list(registers), recorder.outputs, table)
 
 
@@ -152,14 +200,30 @@ def numbers(register: int) -> list[float]:
     return [as_float(register), as_float(register >> 16)]
 
 
+def bytes_of(register: int) -> list[int]:
+    assert 0 <= register <= MASK
+    return [(register >> shift) & 255 for shift in (0, 8, 16, 24)]
+
+
+def of_bytes(values: list[int]) -> int:
+    return sum((value & 255) << (8 * place) for place, value in enumerate(values))
+
+
+def signed(value: int, bits: int) -> int:
+    value &= (1 << bits) - 1
+    return value - (1 << bits) if value >> (bits - 1) else value
+
+
+def byte_registers() -> list[int]:
+    """Registers with every byte at every place, beside unlike ones."""
+    return [of_bytes([byte, byte + 85, 2 * byte + 1, 255 - byte]) for byte in range(256)]
+
+
 @pytest.mark.parametrize(("shift", "mask", "bias"), [(0, 15, 8), (12, 15, 0), (4, 15, -128), (6, 3, 1), (14, 3, 0)])
 def test_fields(shift: int, mask: int, bias: int) -> None:
-    run = assembly(tiles.word_field, None, shift, mask, bias, True)
-    late = assembly(tiles.word_bits, None, None, 127, True)
+    run = assembly(tiles.word_field, HALF, shift, mask, bias, True)
     for word in words():
         assert numbers(run(word)[0]) == both(lambda w: ((w >> shift) & mask) - bias, word)
-        safe = word & 0x3F3F3F3F
-        assert numbers(late(safe, 8, 8)[0]) == both(lambda w: (w >> 8) & 63, safe)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +231,7 @@ def test_fields(shift: int, mask: int, bias: int) -> None:
     [(0, 15, 0, 3, 4), (12, 15, 14, 3, 4), (6, 3, 15, 1, 2), (8, 15, 1, 1, 4)],
 )
 def test_fields_of_two_planes(shift: int, mask: int, high: int, high_mask: int, lift: int) -> None:
-    run = assembly(tiles.word_fields, None, None, shift, mask, high, high_mask, lift, 4, True)
+    run = assembly(tiles.word_fields, HALF, HALF, shift, mask, high, high_mask, lift, 4, True)
     for word, other in zip(words(), reversed(words()), strict=True):
         expected = [
             ((w >> shift) & mask | ((h >> high) & high_mask) << lift) - 4
@@ -178,17 +242,17 @@ def test_fields_of_two_planes(shift: int, mask: int, high: int, high_mask: int, 
 
 @pytest.mark.parametrize("high", [0, 1])
 def test_bytes(high: int) -> None:
-    signed, float8 = assembly(tiles.signed_byte, None, high, True), assembly(tiles.float8, None, high, True)
+    integer, float8 = assembly(tiles.signed_byte, HALF, high, True), assembly(tiles.float8, HALF, high, True)
     for byte in range(256):
         word = (byte << (8 * high)) * 65537 ^ (0x5A << (8 * (1 - high)))
-        assert numbers(signed(word)[0]) == [byte - 256 if byte > 127 else byte] * 2
+        assert numbers(integer(word)[0]) == [byte - 256 if byte > 127 else byte] * 2
         if byte & 127 != 127:
             assert numbers(float8(word)[0]) == [fp8(byte)] * 2
 
 
 @pytest.mark.parametrize("low", [0, 1])
 def test_tables_of_sixteen(low: int) -> None:
-    levels, e2m1 = assembly(tiles.levels, None, low, True), assembly(tiles.e2m1, None, low, True)
+    levels, e2m1 = assembly(tiles.levels, HALF, low, True), assembly(tiles.e2m1, HALF, low, True)
     for word in words():
         for place, (level, doubled) in enumerate(zip(levels(word), e2m1(word), strict=True)):
             nibbles = [(w >> (4 * low + 8 * place)) & 15 for w in (word & 0xFFFF, word >> 16)]
@@ -198,13 +262,13 @@ def test_tables_of_sixteen(low: int) -> None:
 
 def test_scaled_e2m1() -> None:
     for q in range(4):
-        factor = assembly(tiles.group_factor, None, None, True)
+        factor = assembly(tiles.group_factor, WORD, WORD, True)
         for word in words(8):
             byte = (word >> (8 * q)) & 127
             scale = factor(word & 0x7F7F7F7F, 16448 + 257 * q)[0]
             assert numbers(scale) == [(1 + byte % 8 / 8) * 2.0 ** (byte // 8 - 10 + 119)] * 2
             for field in range(4):
-                run = assembly(tiles.word_e2m1, None, None, field, True)
+                run = assembly(tiles.word_e2m1, HALF, WORD, field, True)
                 codes = [random.getrandbits(16) for _ in range(2)]
                 packed = [sum(((c >> i) & 1) << target for i, target in enumerate(formats.E2M1_BITS)) for c in codes]
                 got = numbers(run(packed[0] | packed[1] << 16, scale, scale)[0])
@@ -214,43 +278,159 @@ def test_scaled_e2m1() -> None:
                     assert value * 128 == level * (1 + byte % 8 / 8) * 2.0 ** (byte // 8 - 10)
 
 
-def test_scaled_two_bits() -> None:
+def test_raised_scales() -> None:
+    for index in range(4):
+        run = assembly(tiles._byte_raised, WORD, WORD, index, True)
+        for word in words():
+            assert run(word, 0x4B000000)[0] == 0x4B000000 | bytes_of(word)[index]
     for index in range(8):
-        raised = assembly(tiles.nibble_raised, None, None, True)
-        for word in words(8):
-            nibble = (word >> (4 * index)) & 15
-            start = raised(word, 4 * index)[0]
-            assert numbers(start) == [128 + nibble] * 2
-            factor = assembly(tiles.nibble_factor, None, index, True)(start)[0]
-            got = assembly(tiles.scaled_two_bits, None, None, index, True)(word, factor, factor)[0]
-            assert [v * 16384 for v in numbers(got)] == both(
-                lambda w, n=nibble, i=index: n * ((w >> (2 * i)) & 3), word
-            )
+        run = assembly(tiles._odd_raised, WORD, index, True)
+        for word in words():
+            assert run(word)[0] == 0x4B000000 | 2 * ((word >> (4 * index)) & 15) + 1
 
 
-@pytest.mark.parametrize("dot", range(4))
-def test_grid_pairs(dot: int) -> None:
-    table = formats.table_of(formats.TILE_FORMATS["IQ2_XXS"], torch.device("cpu"))
-    rows = grid("IQ2_XXS")
-    assert table is not None
-    program = tiles_grid._pairs_program.fn if hasattr(tiles_grid._pairs_program, "fn") else tiles_grid._pairs_program
-    text = str(program(dot)) if not hasattr(program(dot), "value") else program(dot).value
-    for _ in range(40):
-        index = [[random.randrange(256) for _ in range(2)] for _ in range(4)]
-        signs = [[random.getrandbits(8) for _ in range(2)] for _ in range(4)]
-        registers = []
-        for pair in range(2):
-            registers.append(sum(index[2 * pair + b // 2][b % 2] << (8 * b) for b in range(4)))
-            registers.append(
-                sum(
-                    ((signs[2 * pair + d][row] >> w) & 1) << (8 * (w % 4) + 4 * d + 2 * row + w // 4)
-                    for d in range(2)
-                    for row in range(2)
-                    for w in range(8)
-                )
+def fields_of(bits: int, at: int) -> set[tuple[int, int, int]]:
+    """Field, width and place of each chunk's codes in a plane."""
+    return {(chunk % (8 // bits), bits, at) for chunk in range(8)} if bits else set()
+
+
+def test_fields_of_bytes() -> None:
+    served = [fmt for fmt in formats.TILE_FORMATS.values() if fmt.integer and fmt.code == integers.BYTES.value]
+    assert len(served) == 4
+    plain = set().union(*(fields_of(f.low_bits, f.low_at) | fields_of(f.high_bits, f.high_at) for f in served))
+    assert len(plain) > 10
+    for field, bits, at in plain:
+        run = assembly(integers.byte_field, BYTE, field, bits, at, True)
+        for word in byte_registers():
+            expected = [((b >> (field * bits)) & ((1 << bits) - 1)) << at for b in bytes_of(word)]
+            assert bytes_of(run(word)[0]) == expected, (field, bits, at)
+
+
+def test_fields_of_two_planes_of_bytes() -> None:
+    served = [fmt for fmt in formats.TILE_FORMATS.values() if fmt.integer and fmt.high_bits]
+    assert len(served) == 3
+    for fmt in served:
+        for chunk in range(8):
+            low, high = chunk % (8 // fmt.low_bits), chunk % (8 // fmt.high_bits)
+            run = assembly(
+                integers.byte_fields, BYTE, BYTE, low, fmt.low_bits, fmt.low_at, high, fmt.high_bits, fmt.high_at, True
             )
-        got = execute(text, registers + [0] * 8, 8, table)
-        for row in range(2):
-            values = [v for half in range(2) for pair in range(2) for v in numbers(got[4 * half + 2 * pair + row])]
-            expected = [float(rows[index[dot][row]][w]) * (-1 if (signs[dot][row] >> w) & 1 else 1) for w in range(8)]
-            assert values == expected
+            for word, other in zip(byte_registers(), words(254), strict=True):
+                expected = [
+                    ((a >> (low * fmt.low_bits)) & ((1 << fmt.low_bits) - 1)) << fmt.low_at
+                    | ((b >> (high * fmt.high_bits)) & ((1 << fmt.high_bits) - 1)) << fmt.high_at
+                    for a, b in zip(bytes_of(word), bytes_of(other), strict=True)
+                ]
+                assert bytes_of(run(word, other)[0]) == expected
+
+
+@pytest.mark.parametrize("field", range(4))
+def test_scaled_fields(field: int) -> None:
+    run = assembly(integers.scaled_field, BYTE, WORD, field, True)
+    for factor in range(16):
+        for word in byte_registers():
+            expected = [((b >> (2 * field)) & 3) * factor for b in bytes_of(word)]
+            assert bytes_of(run(word, *[factor] * 4)[0]) == expected
+
+
+def test_nibbles_at_a_run_time_place() -> None:
+    run = assembly(integers.nibble_of, WORD, WORD, True)
+    for word in words():
+        assert [run(word, 4 * i)[0] for i in range(8)] == [(word >> (4 * i)) & 15 for i in range(8)]
+    # Minima of four bits: two steps share a byte.
+    minima = assembly(integer_kernel._dot_minima, BYTE, None, WORD, None, None, None, 16, False, 8, 1, True)
+    for word in byte_registers():
+        for shift in (0, 4):
+            assert bytes_of(minima(word, *[shift] * 4)[0]) == [(b >> shift) & 15 for b in bytes_of(word)]
+
+
+def test_integer_scales() -> None:
+    def byte(word: int, group: int) -> int:
+        return bytes_of(word)[group % 4]
+
+    kinds: dict[int, tuple[int, int, Callable[[int, int], int]]] = {
+        integers.UNSIGNED_BYTES.value: (8, 4, byte),
+        integers.SIGNED_BYTES.value: (16, 4, lambda word, group: signed(byte(word, group), 8)),
+        integers.ODD_NIBBLES.value: (8, 8, lambda word, group: 2 * ((word >> (4 * (group % 8))) & 15) + 1),
+    }
+    served = {fmt.scale for fmt in formats.TILE_FORMATS.values() if fmt.integer}
+    assert served == {*kinds, integers.NO_SCALES.value}
+    for kind, (groups, per_word, meaning) in kinds.items():
+        for group in range(groups):
+            held = tuple(Values(32) for _ in range(1 + groups // per_word))
+            recorded = record(integers.integer_scale, held, group, kind, True)
+            assert len(recorded.arguments) == 1 and recorded.arguments[0] is held[1 + group // per_word]
+            for word in (*words(), *byte_registers()):
+                got = execute(recorded.program, [word], recorded.outputs)[0]
+                assert signed(got, 32) == meaning(word, group), (kind, group)
+
+
+def test_scaled_sums() -> None:
+    run = assembly(integers.scaled_sum, WORD, WORD, WORD, True)
+    random.seed(5)
+    for _ in range(200):
+        scale, dot = random.randint(-128, 127), random.randint(-(1 << 20), 1 << 20)
+        total = random.randint(-(1 << 30), 1 << 30)
+        assert signed(run(scale & MASK, dot & MASK, total & MASK)[0], 32) == scale * dot + total
+
+
+FOLDED: dict[str, tuple[list[int], list[int]]] = {
+    "Q3_K": ([32 * code for code in range(-4, 4)], list(range(-32, 32))),
+    "Q4_K": (list(range(16)), list(range(64))),
+    "Q5_K": (list(range(32)), list(range(64))),
+    "Q6_K": ([4 * code for code in range(-32, 32)], list(range(-128, 128))),
+    "IQ2_XXS": ([sign * level for level in (8, 25, 43) for sign in (1, -1)], list(range(1, 32, 2))),
+}
+"""All codes that a chunk of a format may hold, as its bytes, and all integer scales."""
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_codes_times_scales_in_two_planes(name: str) -> None:
+    fmt = formats.TILE_FORMATS[name]
+    codes, scales = FOLDED[name]
+    # As the wide form of the kernel asks for it.
+    run = assembly(integers.folded, BYTE, WORD, fmt.scale != integers.UNSIGNED_BYTES.value, True)
+    random.seed(11)
+    for scale in scales:
+        # The extremes side by side, where a carry would pass from one to the other; then all, beside unlike ones.
+        least, most = min(codes), max(codes)
+        fours = [[least] * 4, [most] * 4, [least, least, most, most], [most, most, least, least]]
+        fours += [[least, most] * 2, [most, least] * 2]
+        mixed = random.sample(codes, len(codes))
+        fours += [[mixed[(i + j) % len(mixed)] for j in (0, 1, 3, 4)] for i in range(len(mixed))]
+        for four in fours:
+            upper, lower = run(of_bytes(four), *[scale & MASK] * 4)
+            found = [256 * signed(a, 8) + signed(b, 8) for a, b in zip(bytes_of(upper), bytes_of(lower), strict=True)]
+            assert found == [code * scale for code in four], (scale, four)
+
+
+def test_every_format_with_scales_beside_its_codes_is_folded() -> None:
+    served = {name for name, fmt in formats.TILE_FORMATS.items() if fmt.integer}
+    assert served == {*FOLDED, "Q2_K"}  # whose scales are multiplied into its codes
+
+
+def test_grid_bytes() -> None:
+    fmt = find_format("IQ2_XXS")
+    assert fmt is not None
+    torch.manual_seed(2)
+    data = torch.randint(0, 256, (16, fmt.block_bytes), dtype=torch.uint8)
+    weight = relayout(PackedTensor(fmt, (16, 256), data, "weight"), torch.device("cpu"))
+    assert weight.low is not None and weight.low.shape == (1, 1, 1, 2, 512) and weight.table is not None
+    held = weight.low.view(torch.int32).reshape(2, 32, 4)  # [fragment, lane, word]
+    rows, parity = grid("IQ2_XXS").tolist(), parity_signs().tolist()
+    for chunk in range(8):
+        run = assembly(integers.grid_bytes, BYTE, Values(64), chunk % 4, table=weight.table)
+        for lane in range(32):
+            four = [int(word) & MASK for word in held[chunk // 4, lane]]
+            got = run(*four, *[TABLE_AT] * 16)
+            assert len(got) == 4
+            for half in range(2):
+                for upper in range(2):
+                    block = data[8 * upper + lane // 4, 2 + 8 * chunk : 10 + 8 * chunk].tolist()
+                    packed = int.from_bytes(bytes(block[4:]), "little")
+                    for byte, value in enumerate(bytes_of(got[2 * half + upper])):
+                        element = integers.element_at.fn(chunk, lane % 4, half, byte, integers.CHUNKS.value)
+                        row, place = divmod(element - 32 * chunk, 8)
+                        negative = (parity[(packed >> (7 * row)) & 127] >> place) & 1
+                        level = rows[block[row]][place]
+                        assert signed(value, 8) == (-level if negative else level)

@@ -32,11 +32,12 @@ from slimserve.measure.kernels import (
 from slimserve.ops.numerics import NumericsConfig
 from slimserve.ops.triton import launch as launching
 from slimserve.ops.triton import linear
+from slimserve.ops.triton.formats import TILE_FORMATS
 from slimserve.ops.triton.linear import Tile, TritonLinear
 from slimserve.ops.triton.relayout import TileWeight
 
 TILES: dict[int, tuple[Tile, ...]] = {
-    1: (linear.NARROW,),
+    1: (linear.NARROW, linear.INTEGER_8),
     16: (Tile(16, 16), Tile(64, 16, 4, True, 2)),
     32: (linear.WIDE_32, Tile(128, 32, 8, True, 2), Tile(64, 32, 4, True, 3)),
     64: (linear.WIDE_64, linear.SHORT_64, Tile(128, 64, 4, True, 2), Tile(128, 64, 8, True, 3)),
@@ -44,7 +45,22 @@ TILES: dict[int, tuple[Tile, ...]] = {
 }
 """Tiles by the number of input rows that they are timed with."""
 
-PROGRAMS = (1650, 3300, 6600)
+INTEGER_TILES: dict[int, tuple[Tile, ...]] = {
+    1: (linear.INTEGER_8, linear.NARROW, Tile(16, 8, registers=80)),
+    8: (linear.NARROW_TILES[1], Tile(16, 16, registers=96), Tile(64, 16, 4, True, 1)),
+    16: (linear.INTEGER_32, Tile(64, 32, 4, True, 2), Tile(16, 32)),
+    64: (linear.INTEGER_WIDE[1][1], linear.INTEGER_WIDE[2][1], linear.INTEGER_WIDE[1][0]),
+    512: (linear.INTEGER_WIDE[1][1], linear.INTEGER_WIDE[2][1], Tile(128, 128, 8, True, 2)),
+}
+"""The same for products in integers, whose columns are two to a row."""
+
+
+def tiles_of(name: str) -> dict[int, tuple[Tile, ...]]:
+    """Tiles for a format, by the number of input rows."""
+    return INTEGER_TILES if TILE_FORMATS[name].integer else TILES
+
+
+PROGRAMS = (2400, 3300, 4400)
 """Cuts of K: `linear.SEGMENT_PROGRAMS`."""
 
 REPLAYS = 7
@@ -74,15 +90,16 @@ def compile_tiles(name: str, rows: int) -> None:
     served.segments = linear.Segments(8, -(-served.weight.steps // 8))
     x = torch.randn(rows, 8192, device=device).bfloat16()
     launching.OVERLAP = True
-    for tile in TILES[rows]:
+    tiles = tiles_of(name)
+    for tile in tiles[rows]:
         try:
             served.run(x, torch.empty(rows, 1024, device=device), tile)
         except Exception as error:  # a tile that does not compile is reported where it is timed
             print(f"{name} {tile}: {str(error)[:200]}", file=sys.stderr)
     launching.OVERLAP = False
-    served.run(x, torch.empty(rows, 1024, device=device), TILES[rows][0])
+    served.run(x, torch.empty(rows, 1024, device=device), tiles[rows][0])
     launching.OVERLAP = True
-    if rows == min(TILES):
+    if rows == min(tiles):
         # What the expected bits come from where so many narrow tiles need no segments in parallel.
         served.segments = linear.Segments(served.weight.steps, 1)
         served.run(x, torch.empty(rows, 1024, device=device), linear.NARROW)
@@ -93,7 +110,9 @@ def compile_all(formats: Sequence[str], deadline: float) -> list[str]:
     """Compile in one process per format and number of rows, side by side: the formats of which none failed."""
     command = [sys.executable, "-m", "slimserve.measure.kernel_sweep", "--compile"]
     workers = {
-        (name, rows): subprocess.Popen([*command, f"{name}:{rows}"]) for rows in reversed(TILES) for name in formats
+        (name, rows): subprocess.Popen([*command, f"{name}:{rows}"])
+        for name in formats
+        for rows in reversed(tiles_of(name))
     }
     failed: set[str] = set()
     for (name, rows), worker in workers.items():
@@ -137,7 +156,8 @@ def sweep_shape(what: str, name: str, bandwidth: float, deadline: float) -> Iter
     device, shape = torch.device("cuda"), SHAPES[what]
     packed = random_packed(name, shape, device)
     copies = copies_of(TritonLinear(packed, device, NumericsConfig()), max(2, -(-ROTATED_BYTES // packed.num_bytes)))
-    inputs = torch.randn(max(TILES), shape[1], device=device).bfloat16()
+    tiles = tiles_of(name)
+    inputs = torch.randn(max(tiles), shape[1], device=device).bfloat16()
     for programs in PROGRAMS:
         segments = segments_for(copies[0].weight, programs)
         for copy in copies:
@@ -145,8 +165,8 @@ def sweep_shape(what: str, name: str, bandwidth: float, deadline: float) -> Iter
         expected = torch.empty(len(inputs), shape[0], device=device)
         copies[0].run(inputs, expected, linear.NARROW)
         error = relative_error(expected, inputs, packed)
-        for rows in TILES:
-            for tile, overlap in (*((tile, True) for tile in TILES[rows]), (TILES[rows][0], False)):
+        for rows in tiles:
+            for tile, overlap in (*((tile, True) for tile in tiles[rows]), (tiles[rows][0], False)):
                 if time.monotonic() > deadline:
                     return
                 label = short(tile) + ("" if overlap else " alone")
@@ -171,7 +191,7 @@ def _timed(
 
 def short(tile: Tile) -> str:
     """A tile in few characters: weight rows x input rows, w(ide), warps, stages."""
-    return f"{tile.rows}x{tile.columns}{'w' if tile.wide else ''} w{tile.warps} p{tile.stages}"
+    return f"{tile.rows}x{tile.columns}{'w' if tile.wide else ''} w{tile.warps} p{tile.stages} r{tile.registers}"
 
 
 def show(found: Sequence[Timing]) -> None:

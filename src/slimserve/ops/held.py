@@ -73,12 +73,15 @@ def product_scratch(format_name: str, shape: tuple[int, ...], rows: int, *, grou
     step = layout.step
     steps = -(-shape[-1] // step)
     segments = linear.cut_segments(shape[-2], steps, step, prod(shape[:-2])).count
-    tile = linear.WIDE_32 if grouped else linear.choose_tile(rows, layout)
-    tiles = -(-rows // tile.columns) * -(-shape[-2] // tile.rows)
+    tile = linear.choose_tile(min(rows, 32) if grouped else rows, layout)
+    columns = tile.columns // layout.columns
+    tiles = -(-rows // columns) * -(-shape[-2] // tile.rows)
     split = segments > 1 and tiles < linear.split_limit(PROCESSORS, tile)
-    sums = tiles * segments * tile.rows * tile.columns * 4 if split else 0
-    laid_out = rows * steps * (2 * step + (3 * 2 * 16 if layout.minima else 0)) if tile.wide else 0
-    return sums + laid_out
+    sums = tiles * segments * tile.rows * columns * 4 if split else 0
+    laid_out = 2 * step if tile.wide or layout.integer else 0
+    if layout.integer:
+        laid_out += 4 + (2 * 2 * 32 if layout.minima else 0)
+    return sums + rows * steps * laid_out
 
 
 def scratch_rows(shape: tuple[int, ...]) -> int:

@@ -62,7 +62,7 @@ def _fuse(parts: Sequence[LinearPart], bias: torch.Tensor | None) -> FusedProduc
     fuse = getattr(kinds.pop(), "fuse", None) if len(kinds) == 1 else None
     if fuse is None:
         return None
-    fused: FusedProduct = fuse([part.prepared for part in parts], bias)
+    fused: FusedProduct | None = fuse([part.prepared for part in parts], bias)
     return fused
 
 

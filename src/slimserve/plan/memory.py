@@ -30,7 +30,6 @@ from slimserve.plan.working import (
     attention_terms,
     graph_terms,
     input_bytes,
-    local_terms,
     rounding_bytes,
     slack_term,
     working_terms,
@@ -295,7 +294,6 @@ class _Planner:
         description, memory, limits = self.description, self.memory, self.config.scheduler
         label, kind = memory.label, memory.kind
         terms = [Term("runtime", RUNTIME_BYTES[kind], label, "measured: python, torch and the device context")]
-        terms += local_terms(description, memory)
         if SERVER_BYTES[kind]:
             tokens = description.vocab_size
             source = f"measured: the process that speaks HTTP; {tokens} tokens x {TOKENIZER_BYTES} bytes"

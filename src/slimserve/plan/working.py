@@ -16,7 +16,6 @@ from slimserve.engine.scheduler import SCORED_STEP
 from slimserve.layers.contract import BLOCK_TOKENS
 from slimserve.models.contract import CacheKind, CacheSpec, Role
 from slimserve.ops.held import (
-    PROCESSORS,
     attention_scratch,
     held_parts,
     product_scratch,
@@ -43,12 +42,6 @@ GRAPH_BYTES = 1 * MIB
 GRAPH_DRIVER = 72 * MIB
 """What the driver takes when a process records its first step, and keeps. Fitted, after the fact, to four processes on
 an H200: 67 to 83 MiB more than the recorded tensors; later engines of the same processes took none."""
-
-LOCAL_STACK = 2056
-"""Bytes of stack of each resident thread that the kernel needs which sorts up to 256 pairs by expert (see
-docs/notebook.md). Fitted, after the fact, to 530 MiB on one H200; Triton 3.9 makes it 1,448 (0 for 128 pairs)."""
-RESIDENT_THREADS = 2048
-"""Threads of a multiprocessor: the driver keeps room for the stacks of all of them."""
 
 ROUNDING = 2 * MIB
 """torch's CUDA allocator takes tensors above 10 MiB in whole pieces of this size, smaller ones out of shared blocks."""
@@ -216,14 +209,6 @@ def attention_terms(
     most, words = max(found)
     source = f"formula: attention of {words} at {demand.max_context} tokens stores its segments; beyond working memory"
     return [Term("attention", max(0, most - working), memory.label, source)]
-
-
-def local_terms(description: Description, memory: DeviceMemory) -> list[Term]:
-    """Stacks of resident threads, where a model's kernels need more than the driver keeps anyway."""
-    if memory.kind != "cuda" or not description.num_experts:
-        return []
-    size = LOCAL_STACK * RESIDENT_THREADS * PROCESSORS
-    return [Term("runtime.stacks", size, memory.label, "fitted: the kernel that sorts tokens by expert needs a stack")]
 
 
 def slack_term(working: Sequence[Term], logits: int, memory: DeviceMemory) -> Term:

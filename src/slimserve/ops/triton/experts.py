@@ -15,12 +15,11 @@ from slimserve.ops.triton.launch import cdiv, next_power, overlap_options
 from slimserve.ops.triton.linear import (
     LOCKS,
     NARROW,
-    NARROW_TILES,
-    WIDE_32,
     Grouping,
-    Tile,
+    choose_tile,
     launch,
     prepare_rows,
+    prepare_shared,
     segments_of,
     warp_groups_agree,
 )
@@ -33,13 +32,16 @@ GROUP_PAIRS = 256
 """Up to so many pairs, one small kernel sorts them; a dozen library calls would take longer than the experts."""
 
 
-def choose_expert_tile(num_rows: int, num_pairs: int, num_experts: int, wide: bool) -> Tile:
-    """The tile for `num_pairs` (row, slot) pairs of num_rows rows: more columns only where experts are full enough."""
-    if num_rows <= NARROW.columns or num_pairs <= 8 * num_experts:
-        return NARROW
-    if num_pairs <= 24 * num_experts:
-        return NARROW_TILES[1]
-    return WIDE_32 if wide else NARROW_TILES[2]
+def rows_of_tile(num_rows: int, num_pairs: int, num_experts: int, fewest: int = 8) -> int:
+    """Input rows of a tile for `num_pairs` (row, slot) pairs of num_rows rows: more only where experts are full enough.
+
+    fewest: what the narrowest tile of every weight holds.
+    """
+    if num_rows <= fewest or num_pairs <= fewest * num_experts:
+        return fewest
+    if num_rows <= 8 or num_pairs <= 8 * num_experts:
+        return 8
+    return 16 if num_pairs <= 24 * num_experts else 32
 
 
 def group_rows(expert_ids: torch.Tensor, num_experts: int, columns: int, divisor: int) -> Grouping:
@@ -105,18 +107,23 @@ class TritonExperts:
         out = torch.empty((num_rows, self.down.rows), dtype=x.dtype, device=x.device)
         if pairs == 0:
             return out.zero_()
-        tile = choose_expert_tile(num_rows, pairs, self.num_experts, self.wide)
-        lists = group_rows(expert_ids, self.num_experts, tile.columns, slots)
+        formats = [weight.format for weight in (*self.gate_up, self.down)]
+        fewest = min(NARROW.columns // fmt.columns for fmt in formats)
+        count = rows_of_tile(num_rows, pairs, self.num_experts, fewest)
+        tiles = [choose_tile(count, fmt, self.wide) for fmt in formats]
+        lists = group_rows(expert_ids, self.num_experts, count, slots)
         hidden = torch.empty((pairs, sum(w.rows for w in self.gate_up)), dtype=torch.float32, device=x.device)
         start = 0
-        for weight, segments in zip(self.gate_up, self.segments, strict=False):
+        shared = prepare_shared(x, self.gate_up, tiles[:-1])
+        for weight, segments, tile, rows in zip(self.gate_up, self.segments, tiles, shared, strict=False):
             part = hidden[:, start : start + weight.rows]
-            launch(weight, segments, self.locks, prepare_rows(x, weight, tile.wide), num_rows, part, tile, lists)
+            launch(weight, segments, self.locks, rows, num_rows, part, tile, lists)
             start += weight.rows
+        del shared
         activated = gated(hidden, limit, gelu=False, dtype=x.dtype)
         results = torch.empty((pairs, self.down.rows), dtype=torch.float32, device=x.device)
-        rows = prepare_rows(activated, self.down, tile.wide)
-        launch(self.down, self.segments[-1], self.locks, rows, pairs, results, tile, replace(lists, divisor=1))
+        rows = prepare_rows(activated, self.down, tiles[-1].wide)
+        launch(self.down, self.segments[-1], self.locks, rows, pairs, results, tiles[-1], replace(lists, divisor=1))
         overlap, options = overlap_options(x.device)
         combine_kernel[(num_rows, cdiv(self.down.rows, 1024))](
             results, weights, out, self.down.rows, SLOTS=slots, BLOCK=1024, OVERLAP=overlap, num_warps=4, **options

@@ -4,7 +4,7 @@ The bits are those of the file, sorted: codes go to planes of 16-bit words in th
 operand is held [steps, N / 16, fragments, 256] (`tiles.from_fragment`), so that a thread's sixteen bytes are its own;
 scales and other small fields to int32 words [steps, words, N] that are contiguous over weight rows. Six-bit scales take
 a byte, seven-bit sign indices their eight signs, super-scales float32, TQ1_0's base-3 digits two bits; nothing else
-grows.
+grows. Formats multiplied in integers have planes of bytes [steps, N / 16, fragments, 512] instead (`integers`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from slimserve.ops.triton import tiles
+from slimserve.ops.triton import integers, tiles
 from slimserve.quant.blocks import half_field, nibbles, short_field, word_field
 from slimserve.quant.decode import k_scale_mins, q3_k_scales
 from slimserve.quant.decode_grid import iq1_m_scale, ternary_codes
@@ -27,15 +27,16 @@ Unpacked = tuple[torch.Tensor | None, torch.Tensor | None] | tuple[torch.Tensor,
 
 @dataclass(frozen=True, slots=True)
 class TileFormat:
-    """How a format meets the kernel: constants of `linear_kernel`, and `unpack` for whole blocks.
+    """How a format meets a kernel: constants of `linear_kernel` or `integer_kernel`, and `unpack` for whole blocks.
 
     step, dot: elements of one step of K and of one product. low_bits, high_bits: bits of a code in the two planes.
     field_bits: width of what `unpack` calls words (packed into int32 words per step where narrower).
     words: int32 words per row and step, and bias: what the tile leaves to the offset (see `tiles`). offsets: groups
-    add a multiple of the sum of x; minima: so many groups of a step do it as a product of integers (of four or eight
-    bits, in a plane whose fragments hold four steps; `unpack` leaves them beside the codes).
-    spread: where each bit of a low plane's word goes, if not where it is.
+    add a multiple of the sum of x. spread: where each bit of a low plane's word goes, if not where it is.
     grid: name of the table of an I format, and the factor that its entries are multiplied with.
+    integer: multiplied in integers, in `order` (see `integers`). low_at, high_at: the bit of a byte at which a plane's
+    field is put; low_shift, high_shift: the code's bit at which it begins. minima: so many groups of a step have a
+    minimum, an integer of eight or four bits (`unpack` leaves them beside the codes).
     """
 
     code: int
@@ -57,6 +58,17 @@ class TileFormat:
     grid_delta: bool = False
     weight_parts: int = 1
     spread: tuple[int, ...] = ()
+    integer: bool = False
+    order: int = 0
+    low_at: int = 0
+    low_shift: int = 0
+    high_at: int = 0
+    high_shift: int = 0
+
+    @property
+    def columns(self) -> int:
+        """Columns of a product for each input row: integers come as two planes."""
+        return 2 if self.integer else 1
 
     @property
     def chained(self) -> bool:
@@ -119,12 +131,17 @@ def _q2_k(blocks: torch.Tensor) -> Unpacked:
     return _two_bit(blocks[:, 16:80]), words, scales >> 4
 
 
+def _signed_words(unit: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """A float unit [B, 1] and signed scales [B, n] as bytes."""
+    return torch.cat((_float_word(unit), as_words(scales.to(torch.int32) & 255, 8)), dim=1)
+
+
 def _q3_k(blocks: torch.Tensor) -> Unpacked:
     bits = torch.arange(8, dtype=torch.uint8, device=blocks.device)
     high = ((blocks[:, None, 0:32] >> bits[:, None]) & 1).reshape(-1, 256)
-    scales = q3_k_scales(blocks[:, 96:108]).to(torch.int32) + 128
-    words = torch.cat((_float_word(half_field(blocks, 108)), as_words(scales, 8)), dim=1)
-    return _two_bit(blocks[:, 32:96]) | (high << 2), words
+    # The code less 4 as two's complement, at the top of a byte: 32 times its value.
+    codes = (_two_bit(blocks[:, 32:96]) | (high << 2)) ^ 4
+    return codes, _signed_words(half_field(blocks, 108) / 32, q3_k_scales(blocks[:, 96:108]))
 
 
 def _k_words(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,9 +161,9 @@ def _q5_k(blocks: torch.Tensor) -> Unpacked:
 
 def _q6_k(blocks: torch.Tensor) -> Unpacked:
     low = nibbles(blocks[:, 0:128].reshape(-1, 2, 64)).reshape(-1, 256)
-    scales = blocks[:, 192:208].view(torch.int8).to(torch.int32) + 128
-    words = torch.cat((_float_word(half_field(blocks, 208)), as_words(scales, 8)), dim=1)
-    return low | (_two_bit(blocks[:, 128:192]) << 4), words
+    # The code less 32 as two's complement, at the top of a byte: four times its value.
+    codes = (low | (_two_bit(blocks[:, 128:192]) << 4)) ^ 32
+    return codes, _signed_words(half_field(blocks, 208) / 4, blocks[:, 192:208].view(torch.int8))
 
 
 def _iq4_nl(blocks: torch.Tensor) -> Unpacked:
@@ -193,9 +210,9 @@ def _sign_bytes(words: torch.Tensor) -> torch.Tensor:
 
 
 def _pair_words(index: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
-    """Grid rows and sign bytes [B, 32] of a row as bytes [B, 8, 4, 2] (group, q, index or signs).
+    """Grid rows and sign bytes [B, 32] of a row as bytes [B, 8, 4, 2] (group, grid row, index or signs).
 
-    Signs are bytes of eight, in the order of the weights. `relayout` interleaves two rows for `tiles_grid.pairs_tiles`.
+    Signs are bytes of eight, in the order of the weights. `relayout` interleaves two rows for `integers.grid_bytes`.
     """
     return torch.stack((index.reshape(-1, 8, 4), signs.reshape(-1, 8, 4)), dim=-1)
 
@@ -278,7 +295,6 @@ _PAIRED = replace(_NIBBLE_128, scale=tiles.SCALE_HALF_PAIR.value, offsets=True)
 _FIVE_256 = replace(_NIBBLE_128, step=256, high_bits=1)
 _LEVELS = replace(_NIBBLE_128, code=tiles.NIBBLE_LEVELS.value, spread=NIBBLE_PAIRS)
 _SUB_16 = TileFormat(tiles.FIELDS.value, tiles.SCALE_BYTE.value, 256, 16, low_bits=2, words=5)
-_SCALED_16 = replace(_SUB_16, dot=64, code=tiles.SCALED_TWO_BITS.value, scale=tiles.SCALE_K2.value, minima=16)
 _Q8_0 = TileFormat(tiles.SIGNED_BYTE.value, tiles.SCALE_HALF.value, 128, 32, _q8_0, 8, words=2, field_bits=16)
 E2M1_BITS = (6, 7, 8, 15, 3, 4, 5, 12, 0, 1, 2, 9, 10, 11, 13, 14)
 """Places of the bits of four E2M1 codes in a word: one shift brings magnitude and sign of the first three codes to
@@ -291,17 +307,28 @@ _GRID_32 = TileFormat(tiles.GRID.value, tiles.SCALE_ODD_NIBBLE.value, 256, 32)
 _GRID_16 = replace(_GRID_32, dot=16)
 _PLAIN = TileFormat(tiles.PLAIN.value, tiles.SCALE_NONE.value, 128, 32, words=0)
 
+_INTEGER = TileFormat(integers.BYTES.value, integers.UNSIGNED_BYTES.value, 256, 32, integer=True, low_bits=4, words=3)
+_HALVES = replace(_INTEGER, scale=integers.SIGNED_BYTES.value, order=integers.HALVES.value, words=5)
+
 TILE_FORMATS: dict[str, TileFormat] = {
     "Q4_0": replace(_NIBBLE_128, unpack=_q4_0, bias=8, words=2, field_bits=16),
     "Q4_1": replace(_PAIRED, unpack=_q4_1, bias=-128, words=4),
     "Q5_0": replace(_FIVE_256, unpack=_q5_0, bias=16, words=4, field_bits=16),
     "Q5_1": replace(_FIVE_256, scale=tiles.SCALE_HALF_PAIR.value, offsets=True, unpack=_q5_1, words=8),
     "Q8_0": _Q8_0,
-    "Q2_K": replace(_SCALED_16, unpack=_q2_k, words=3),
-    "Q3_K": replace(_SUB_16, unpack=_q3_k, high_bits=1, bias=4),
-    "Q4_K": replace(_NIBBLE_128, step=256, scale=tiles.SCALE_K.value, unpack=_q4_k, minima=8, words=3),
-    "Q5_K": replace(_FIVE_256, scale=tiles.SCALE_K.value, unpack=_q5_k, minima=8, words=3),
-    "Q6_K": replace(_SUB_16, unpack=_q6_k, low_bits=4, high_bits=2, bias=32),
+    "Q2_K": replace(
+        _INTEGER,
+        code=integers.SCALED_BYTES.value,
+        scale=integers.NO_SCALES.value,
+        order=integers.THREADS.value,
+        unpack=_q2_k,
+        low_bits=2,
+        minima=16,
+    ),
+    "Q3_K": replace(_HALVES, unpack=_q3_k, low_bits=2, low_at=6, low_shift=1, high_bits=1, high_at=5),
+    "Q4_K": replace(_INTEGER, unpack=_q4_k, minima=8),
+    "Q5_K": replace(_INTEGER, unpack=_q5_k, high_bits=1, high_at=4, high_shift=4, minima=8),
+    "Q6_K": replace(_HALVES, unpack=_q6_k, low_at=4, low_shift=2, high_bits=2, high_at=2),
     "IQ4_NL": replace(_LEVELS, unpack=_iq4_nl, words=2, field_bits=16),
     "IQ4_XS": replace(_LEVELS, scale=tiles.SCALE_BYTE.value, step=256, unpack=_iq4_xs, words=3),
     "MXFP4": replace(_LEVELS, code=tiles.NIBBLE_E2M1.value, scale=tiles.SCALE_POWER.value, unpack=_mxfp4, field_bits=8),
@@ -311,7 +338,15 @@ TILE_FORMATS: dict[str, TileFormat] = {
     "F8_E4M3": TileFormat(tiles.FLOAT8.value, tiles.SCALE_NONE.value, 128, 64, low_bits=8, words=0),
     "TQ1_0": replace(_SUB_16, scale=tiles.SCALE_FLOAT.value, unpack=_tq1_0, bias=1, words=1),
     "TQ2_0": replace(_SUB_16, scale=tiles.SCALE_FLOAT.value, unpack=_tq2_0, bias=1, words=1),
-    "IQ2_XXS": replace(_GRID_32, code=tiles.GRID_PAIRS.value, unpack=_iq2_xxs, low_bits=2, grid="IQ2_XXS", words=2),
+    "IQ2_XXS": replace(
+        _INTEGER,
+        code=integers.GRID_BYTES.value,
+        scale=integers.ODD_NIBBLES.value,
+        unpack=_iq2_xxs,
+        low_bits=2,
+        grid="IQ2_XXS",
+        words=2,
+    ),
     "IQ2_XS": replace(_GRID_16, unpack=_iq2_xs, grid="IQ2_XS", words=3 + 8 + 8 + 1, grid_high=1),
     "IQ2_S": replace(_GRID_16, unpack=_iq2_s, grid="IQ2_S", words=3 + 8 + 8 + 2, grid_high=2),
     "IQ3_XXS": replace(_GRID_32, unpack=_iq3_xxs, grid="IQ3_XXS", words=2 + 8 + 16, grid_row=4),
@@ -325,20 +360,15 @@ TILE_FORMATS: dict[str, TileFormat] = {
 """Formats that the kernel serves."""
 
 
-def _pair_selectors(values: torch.Tensor) -> torch.Tensor:
-    """Grid rows [256, 8] of {8, 25, 43} as int32 [256, 2]: per weight, where a permutation finds its two bytes.
-
-    The bytes of the three as bfloat16 are 00 41, C8 41 and 2C 42; the permutation sees 00, C8, 2C, 00, 41, 42, C1, C2,
-    the last two for the negated numbers.
-    """
-    selectors = torch.where(values == 8, 0x40, torch.where(values == 25, 0x41, 0x52))
-    return as_words(selectors, 8)
+def _selectors(values: torch.Tensor) -> torch.Tensor:
+    """Grid rows [256, 8] of {8, 25, 43} as int32 [256]: four bits per weight, its place among the three."""
+    return as_words(torch.where(values == 8, 0, torch.where(values == 25, 1, 2)), 4).reshape(-1)
 
 
 def table_of(fmt: TileFormat, device: torch.device) -> torch.Tensor | None:
-    """The grid of an I format as bfloat16 [entries, row] on `device`, or what `tiles_grid.pairs_tiles` looks up."""
+    """The grid of an I format as bfloat16 [entries, row] on `device`, or what `integers.grid_bytes` looks up."""
     if not fmt.grid:
         return None
-    if fmt.code == tiles.GRID_PAIRS.value:
-        return _pair_selectors(grid(fmt.grid)).to(device).contiguous()
+    if fmt.integer:
+        return _selectors(grid(fmt.grid)).to(device).contiguous()
     return (grid(fmt.grid).to(torch.float32) * fmt.grid_factor).to(torch.bfloat16).to(device).contiguous()

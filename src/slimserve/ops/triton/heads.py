@@ -63,7 +63,7 @@ class TritonHeads:
         out = torch.empty((num_tokens, heads, self.weight.rows), dtype=x.dtype, device=x.device)
         if num_tokens:
             tile = choose_tile(num_tokens, self.weight.format, self.wide)
-            lists = head_lists(num_tokens, heads, tile.columns, x.device)
+            lists = head_lists(num_tokens, heads, tile.columns // self.weight.format.columns, x.device)
             rows = prepare_rows(x.reshape(num_tokens * heads, width), self.weight, tile.wide)
             flat = out.view(num_tokens * heads, self.weight.rows)
             launch(self.weight, self.segments, self.locks, rows, num_tokens * heads, flat, tile, lists)

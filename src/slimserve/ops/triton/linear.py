@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from slimserve.ops.numerics import NumericsConfig
 from slimserve.ops.triton.formats import TileFormat
+from slimserve.ops.triton.integer_kernel import integer_kernel
+from slimserve.ops.triton.integer_rows import integer_embedding_kernel, integer_rows_kernel
+from slimserve.ops.triton.integers import BYTES, CHUNKS
 from slimserve.ops.triton.launch import INTERPRETED, NO_FUSION, cdiv, multiprocessors, overlap_options
 from slimserve.ops.triton.linear_kernel import linear_kernel
-from slimserve.ops.triton.linear_rows import embedding_kernel, group_sums_kernel, split_rows_kernel
+from slimserve.ops.triton.linear_rows import embedding_kernel, split_rows_kernel
 from slimserve.ops.triton.relayout import TILE_ROWS, TileWeight, relayout
 from slimserve.ops.triton.tiles import PLAIN, WORD_E2M1
 from slimserve.quant.formats import BF16
@@ -61,7 +65,7 @@ class Tile:
 
     A narrow program is one warp with 16 weight rows; a wide one has four warps for every 64 weight rows, or for twice
     as many. stages: steps of weights and x under way through shared memory; 1: none, a warp waits for its loads while
-    others work.
+    others work. registers: the most a thread may take, 0 for what the assembler likes.
     """
 
     rows: int
@@ -69,6 +73,11 @@ class Tile:
     warps: int = 1
     wide: bool = False
     stages: int = 1
+    registers: int = 0
+
+    def __post_init__(self) -> None:
+        if self.rows < 16 * self.warps:
+            raise ValueError(f"{self}: a warp needs sixteen weight rows, whose bytes its threads hold whole")
 
 
 NARROW = Tile(16, 8)
@@ -80,7 +89,14 @@ SHORT_64, SHORT_128 = Tile(64, 64, 4, True, 3), Tile(64, 128, 4, True, 2)
 """For up to 64 and more rows where a step is of 128 elements, whose x takes half of the shared memory."""
 SCALED_128 = Tile(128, 128, 8, True, 2)
 """For many rows of formats without sums to keep beside the products' own."""
-TILES = (*NARROW_TILES[:2], WIDE_32, WIDE_64, SHORT_64, SHORT_128, SCALED_128)
+E2M1_64 = Tile(128, 64, 4, True, 2)
+INTEGER_8 = Tile(16, 8, registers=72)
+"""All programs of a product cut for `SEGMENT_PROGRAMS` are at work at once where a thread takes so few registers."""
+INTEGER_32 = Tile(64, 32, 4, True, 1, 128)
+INTEGER_WIDE = {stages: (Tile(64, 64, 4, True, stages), Tile(64, 128, 4, True, stages)) for stages in (1, 2)}
+FLOAT_TILES = (*NARROW_TILES[:2], WIDE_32, WIDE_64, SHORT_64, SHORT_128, E2M1_64, SCALED_128)
+INTEGER_TILES = (INTEGER_8, NARROW_TILES[1], INTEGER_32, *INTEGER_WIDE[1], *INTEGER_WIDE[2])
+TILES = (*FLOAT_TILES, *INTEGER_TILES)
 """All tiles that are served where the wide form may; a tile never changes a row's bits (tests hold it on a device)."""
 
 SWEEP = (
@@ -95,17 +111,26 @@ SWEEP = (
 
 
 def choose_tile(num_rows: int, fmt: TileFormat, wide: bool = True) -> Tile:
-    """The tile for a number of input rows (figures: the notebook); wide: whether the wide form may serve."""
-    if not wide or num_rows <= NARROW_TILES[1].columns:
-        return NARROW_TILES[0 if num_rows <= 8 else 1 if num_rows <= 16 else 2 if num_rows <= 32 else 3]
-    if num_rows <= WIDE_32.columns:
+    """The tile for a number of input rows (figures: the notebook); wide: whether the wide form of `linear_kernel` may
+    serve (integer sums are exact in either form)."""
+    columns = num_rows * fmt.columns
+    if fmt.integer:
+        if columns <= NARROW_TILES[1].columns:
+            return INTEGER_8 if columns <= INTEGER_8.columns else NARROW_TILES[1]
+        if columns <= INTEGER_32.columns:
+            return INTEGER_32
+        tiles = INTEGER_WIDE[2 if fmt.code == BYTES.value and fmt.order == CHUNKS.value else 1]
+        return tiles[0 if columns <= tiles[0].columns else 1]
+    if not wide or columns <= NARROW_TILES[1].columns:
+        return NARROW_TILES[0 if columns <= 8 else 1 if columns <= 16 else 2 if columns <= 32 else 3]
+    if columns <= WIDE_32.columns:
         return WIDE_32
     if fmt.code == PLAIN.value:
         return WIDE_64
     if fmt.step <= 128:
-        return SHORT_64 if num_rows <= SHORT_64.columns else SHORT_128
-    if fmt.code == WORD_E2M1.value and num_rows > WIDE_64.columns:
-        return SCALED_128
+        return SHORT_64 if columns <= SHORT_64.columns else SHORT_128
+    if fmt.code == WORD_E2M1.value:
+        return E2M1_64 if columns <= E2M1_64.columns else SCALED_128
     return WIDE_64
 
 
@@ -116,22 +141,41 @@ def split_limit(processors: int, tile: Tile) -> int:
 
 @dataclass(slots=True)
 class Prepared:
-    """Input rows as a form of the kernel reads them: bfloat16 planes [parts, M, width] and, where a format has minima,
-    group sums as three planes [3, M, steps * 16]."""
+    """Input rows as a form of a kernel reads them: bfloat16 planes [parts, M, width], or int8 [2 M, width] with scales
+    [steps, M] and, where a format has minima, two digits of group sums [2, 2 M, steps, 32]."""
 
     planes: torch.Tensor
-    sums: torch.Tensor
     parts: int
     width: int
+    scale: torch.Tensor | None = None
+    sums: torch.Tensor | None = None
 
 
-def prepare_rows(x: torch.Tensor, weight: TileWeight, wide: bool) -> Prepared:
-    """Cut x [M, K] into bfloat16 planes that sum to it exactly, in the order of the form, and sum it over groups."""
+def _prepare_integers(x: torch.Tensor, weight: TileWeight, wide: bool, minima: int) -> Prepared:
     fmt = weight.format
     num_rows, width = x.shape
+    planes = torch.empty((2 * num_rows, width), dtype=torch.int8, device=x.device)
+    scale = torch.empty((weight.steps, num_rows), dtype=torch.float32, device=x.device)
+    sums = None
+    if minima:
+        sums = torch.empty((2, 2 * num_rows, weight.steps, 32), dtype=torch.int8, device=x.device)
+    overlap, options = overlap_options(x.device, _overlap_pays(fmt))
+    integer_rows_kernel[(num_rows, weight.steps)](
+        x, planes, scale, or_else(sums, planes), 2 * num_rows, width, weight.steps, x.stride(0),
+        ORDER=fmt.order, MINIMA=minima, WIDE=wide, OVERLAP=overlap, num_warps=1, **options,
+    )  # fmt: skip
+    return Prepared(planes, 2, width, scale, sums)
+
+
+def prepare_rows(x: torch.Tensor, weight: TileWeight, wide: bool, minima: int | None = None) -> Prepared:
+    """x [M, K] as the weight's kernel reads it: in bfloat16 planes that sum to it exactly, or as integers with sums for
+    `minima` groups of a step (by default the weight's)."""
+    fmt = weight.format
+    if fmt.integer:
+        return _prepare_integers(x, weight, wide, fmt.minima if minima is None else minima)
+    num_rows, width = x.shape
     parts = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}[x.dtype]
-    # The sums of minima are a kernel of their own, whose end the product need not stand still for.
-    overlap, options = overlap_options(x.device, fmt.minima > 0)
+    overlap, options = overlap_options(x.device)
     planes = x
     if parts > 1 or wide:
         padded = weight.steps * fmt.step
@@ -143,15 +187,26 @@ def prepare_rows(x: torch.Tensor, weight: TileWeight, wide: bool) -> Prepared:
         )  # fmt: skip
     elif x.stride(0) != width:
         planes = x.contiguous()
-    sums = planes
-    if fmt.minima:
-        sums = torch.empty((3, num_rows, weight.steps * 16), dtype=torch.bfloat16, device=x.device)
-        group_sums_kernel[(cdiv(num_rows, 8), weight.steps)](
-            planes, sums, num_rows, planes.shape[-1], planes.shape[-1], weight.steps,
-            PARTS=parts, KD=fmt.dot, STEP=fmt.step, MINIMA=fmt.minima, WIDE=wide, OVERLAP=overlap, UPCAST=INTERPRETED,
-            BM=8, num_warps=1, **options,
-        )  # fmt: skip
-    return Prepared(planes, sums, parts, planes.shape[-1])
+    return Prepared(planes, parts, planes.shape[-1])
+
+
+def prepare_shared(x: torch.Tensor, weights: Sequence[TileWeight], tiles: Sequence[Tile]) -> list[Prepared]:
+    """x [M, K] as each of several weights of the same input reads it, made once for those that read it alike."""
+    keys = [
+        (w.format.integer, w.format.order, w.format.dot, w.steps * w.format.step, tile.wide)
+        for w, tile in zip(weights, tiles, strict=True)
+    ]
+    found: dict[tuple[bool, int, int, int, bool], Prepared] = {}
+    for key, weight, tile in zip(keys, weights, tiles, strict=True):
+        if key not in found:
+            minima = max(w.format.minima for k, w in zip(keys, weights, strict=True) if k == key)
+            found[key] = prepare_rows(x, weight, tile.wide, minima)
+    return [found[key] for key in keys]
+
+
+def _overlap_pays(fmt: TileFormat) -> bool:
+    """Whether launches that begin before the kernels ahead of them end were measured to be faster for a format."""
+    return fmt.code == WORD_E2M1.value or (fmt.integer and not fmt.grid)
 
 
 @dataclass(slots=True)
@@ -180,32 +235,57 @@ def launch(
 ) -> None:
     """Write the product into out [M, N] (rows may be strided)."""
     fmt = weight.format
-    tiles_m = cdiv(num_rows, tile.columns) if grouping is None else grouping.tile_group.shape[0]
+    columns = tile.columns // fmt.columns
+    tiles_m = cdiv(num_rows, columns) if grouping is None else grouping.tile_group.shape[0]
     tiles_n = cdiv(weight.rows, tile.rows)
     tiles = tiles_m * tiles_n
     split = segments.count > 1 and tiles < split_limit(multiprocessors(out.device), tile)
     work = torch.empty(
-        tiles * segments.count * tile.rows * tile.columns if split else 1, dtype=torch.float32, device=out.device
+        tiles * segments.count * tile.rows * columns if split else 1, dtype=torch.float32, device=out.device
     )
     none = locks
     low = weight.low if weight.low is not None else none
     lists = (none,) * 4 if grouping is None else (
         grouping.tile_group, grouping.tile_first, grouping.tile_count, grouping.row_ids
     )  # fmt: skip
-    overlap, options = overlap_options(out.device, fmt.minima > 0)
-    linear_kernel[(tiles_m, segments.count if split else 1, tiles_n)](
-        rows.planes, rows.sums, low, or_else(weight.high, none), or_else(weight.minima, none),
+    divisor = 1 if grouping is None else grouping.divisor
+    groups = tuple(_group_size(plane) for plane in (weight.low, weight.high, weight.words, weight.minima))
+    grid = (tiles_m, segments.count if split else 1, tiles_n)
+    form = {
+        "SPLIT": split, "GROUPED": grouping is not None, "WIDE": tile.wide, "BN": tile.rows, "BM": tile.columns,
+        "STAGES": tile.stages, "num_warps": tile.warps,
+    }  # fmt: skip
+    if tile.registers:
+        form["maxnreg"] = tile.registers
+    if fmt.integer:
+        overlap, options = overlap_options(out.device, _overlap_pays(fmt))
+        integer_kernel[grid](
+            rows.planes, rows.scale, or_else(rows.sums, none), low, or_else(weight.high, none),
+            or_else(weight.minima, none), weight.words, or_else(weight.table, none), out, work, locks, *lists,
+            rows.planes.shape[-2], weight.rows, weight.tiles, out.stride(0), segments.steps, weight.steps,
+            segments.count, divisor, *groups, **_integer_constants(fmt), OVERLAP=overlap, ASM=not INTERPRETED,
+            **form, **options,
+        )  # fmt: skip
+        return
+    overlap, options = overlap_options(out.device, _overlap_pays(fmt))
+    linear_kernel[grid](
+        rows.planes, low, or_else(weight.high, none),
         or_else(weight.words, none), or_else(weight.table, none), or_else(weight.row_scale, none),
         or_else(weight.block_scale, none),
         out, work, locks, *lists,
         rows.planes.shape[-2], weight.rows, weight.tiles, weight.width, rows.width, out.stride(0), segments.steps,
-        weight.steps, segments.count, 1 if grouping is None else grouping.divisor,
-        _group_size(weight.low), _group_size(weight.high), _group_size(weight.words), _group_size(weight.minima),
+        weight.steps, segments.count, divisor, *groups[:3],
         **_constants(weight), W_PARTS=fmt.weight_parts, X_PARTS=rows.parts, CHAIN=fmt.chained,
-        TAIL=rows.width < weight.steps * fmt.step,
-        SPLIT=split, GROUPED=grouping is not None, WIDE=tile.wide, OVERLAP=overlap, UPCAST=INTERPRETED,
-        BN=tile.rows, BM=tile.columns, STAGES=tile.stages, num_warps=tile.warps, **options,
+        TAIL=rows.width < weight.steps * fmt.step, OVERLAP=overlap, UPCAST=INTERPRETED, **form, **options,
     )  # fmt: skip
+
+
+def _integer_constants(fmt: TileFormat) -> dict[str, int]:
+    """What the integer kernels know of a format when they are compiled."""
+    return {
+        "CODE": fmt.code, "SCALE": fmt.scale, "ORDER": fmt.order, "LOW_BITS": fmt.low_bits, "LOW_AT": fmt.low_at,
+        "HIGH_BITS": fmt.high_bits, "HIGH_AT": fmt.high_at, "WORDS": fmt.words, "MINIMA": fmt.minima,
+    }  # fmt: skip
 
 
 def _constants(weight: TileWeight) -> dict[str, int | bool]:
@@ -214,7 +294,7 @@ def _constants(weight: TileWeight) -> dict[str, int | bool]:
     return {
         "CODE": fmt.code, "SCALE": fmt.scale, "KD": fmt.dot, "STEP": fmt.step, "LOW_BITS": fmt.low_bits,
         "HIGH_BITS": fmt.high_bits, "BIAS": fmt.bias, "WORDS": fmt.words, "GRID_ROW": fmt.grid_row,
-        "GRID_HIGH": fmt.grid_high, "GRID_DELTA": fmt.grid_delta, "OFFSETS": fmt.offsets, "MINIMA": fmt.minima,
+        "GRID_HIGH": fmt.grid_high, "GRID_DELTA": fmt.grid_delta, "OFFSETS": fmt.offsets,
         "ROW_SCALE": weight.row_scale is not None, "BLOCK_SCALE": weight.block_scale is not None,
         "ASM": not INTERPRETED,
     }  # fmt: skip
@@ -271,6 +351,11 @@ class TritonLinear:
         if x.shape[0]:
             self.run(x, out, choose_tile(x.shape[0], self.weight.format, self.wide))
 
+    @classmethod
+    def fuse(cls, parts: Sequence[TritonLinear], bias: torch.Tensor | None) -> TritonProducts | None:
+        """All parts of one weight in one call, where there is more than one: input rows are prepared once."""
+        return TritonProducts(parts, bias) if len(parts) > 1 else None
+
     def run(self, x: torch.Tensor, out: torch.Tensor, tile: Tile) -> None:
         """The product on a given tile shape; every tile gives the same bits."""
         rows = prepare_rows(x, self.weight, tile.wide)
@@ -283,11 +368,39 @@ class TritonLinear:
         if token_ids.shape[0] == 0:
             return out
         block, none = 16, self.locks
+        if weight.format.integer:
+            integer_embedding_kernel[(cdiv(token_ids.shape[0], block), weight.steps)](
+                token_ids, weight.low, or_else(weight.high, none), or_else(weight.minima, none), weight.words,
+                or_else(weight.table, none), out, token_ids.shape[0], weight.rows, weight.tiles, weight.width,
+                weight.steps, **_integer_constants(weight.format), BN=block, num_warps=4, **NO_FUSION,
+            )  # fmt: skip
+            return out
         embedding_kernel[(cdiv(token_ids.shape[0], block), weight.steps)](
-            token_ids, or_else(weight.low, none), or_else(weight.high, none), or_else(weight.minima, none),
-        or_else(weight.words, none),
+            token_ids, or_else(weight.low, none), or_else(weight.high, none), or_else(weight.words, none),
             or_else(weight.table, none), or_else(weight.row_scale, none), or_else(weight.block_scale, none), out,
             token_ids.shape[0], weight.rows, weight.tiles, weight.width, weight.steps,
             **_constants(weight), BN=block, num_warps=2, **NO_FUSION,
         )  # fmt: skip
         return out
+
+
+class TritonProducts:
+    """Several parts that multiply the same rows; see FusedProduct."""
+
+    def __init__(self, parts: Sequence[TritonLinear], bias: torch.Tensor | None) -> None:
+        self.parts = tuple(parts)
+        self.bias = bias
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Write x [T, K] times all parts, plus the bias, into out [T, sum N_i]."""
+        if x.shape[0] == 0:
+            return
+        weights = [part.weight for part in self.parts]
+        tiles = [choose_tile(x.shape[0], part.weight.format, part.wide) for part in self.parts]
+        start = 0
+        for part, tile, rows in zip(self.parts, tiles, prepare_shared(x, weights, tiles), strict=True):
+            stop = start + part.weight.rows
+            launch(part.weight, part.segments, part.locks, rows, x.shape[0], out[:, start:stop], tile)
+            start = stop
+        if self.bias is not None:
+            out += self.bias

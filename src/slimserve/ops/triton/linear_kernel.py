@@ -1,4 +1,4 @@
-"""The matrix product with packed weights, one kernel for every format and number of rows.
+"""The matrix product with packed weights in bfloat16, one kernel for many formats and every number of rows.
 
 A program owns BN weight rows and BM input rows and walks K in steps, in order. K is cut into segments whose length is
 a function of (N, K, format) alone. Each segment has its own float32 accumulator; segments are added in order, either
@@ -21,11 +21,8 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from slimserve.ops.triton.tiles import (
-    FLOAT8,
     GRID,
-    GRID_PAIRS,
     PLAIN,
-    SCALE_K2,
     WORD_E2M1,
     by_row,
     code_tiles,
@@ -36,24 +33,20 @@ from slimserve.ops.triton.tiles import (
     load_fragments,
     load_operands,
     load_words,
-    minimum_unit,
-    nibble_raised,
     place_of,
-    step_unit,
     to_fragments,
     to_sums,
-    word_bits,
 )
-from slimserve.ops.triton.tiles_grid import grid_tile, pairs_tiles, plain_pairs
+from slimserve.ops.triton.tiles_grid import grid_tile
 
 
 @triton.jit
 def load_step(
-    c0_ptr, c1_ptr, words_ptr, minima_ptr, step, tile, tiles, held, rows, width,
+    c0_ptr, c1_ptr, words_ptr, step, tile, tiles, held, rows, width,
     CODE: tl.constexpr, KD: tl.constexpr, STEP: tl.constexpr, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr,
-    WORDS: tl.constexpr, MINIMA: tl.constexpr, T: tl.constexpr,
+    WORDS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Everything a step needs of the weights, in registers: low codes, high codes (or minima) and words, as tuples."""
+    """Everything a step needs of the weights, in registers: low codes, high codes and words, as tuples."""
     high = ()
     words = ()
     if CODE == PLAIN:
@@ -70,12 +63,9 @@ def load_step(
         low = load_fragments(c0_ptr, step, tile, tiles, STEP * LOW_BITS // 256)
         if HIGH_BITS > 0:
             high = load_fragments(c1_ptr, step, tile, tiles, STEP * HIGH_BITS // 256)
-    minima = ()
-    if MINIMA > 0:
-        minima = load_fragments(minima_ptr, step // 4, tile, tiles, 1)
     if CODE != GRID:
         words = load_words(words_ptr, step, held, rows, WORDS, T)
-    return low, high, words, minima
+    return low, high, words
 
 
 @triton.jit
@@ -109,26 +99,15 @@ def decode_tiles(
                 ASM,
             )  # fmt: skip
             found = found + (tile,)
-    elif (CODE == GRID_PAIRS) and not ASM:
-        for i in tl.static_range(2):
-            place = tl.arange(0, 16) + 16 * i
-            found = found + (plain_pairs(c0_ptr, table_ptr, step, j, n, place, tiles, STEP // 128),)
     else:
-        if CODE == GRID_PAIRS:
-            parts = pairs_tiles(low[j // 4], table_ptr, j % 4)
-        else:
-            factor = low[0]
-            if KD == 64 and CODE != FLOAT8:
-                # A thread's elements of a dot of 64 are those of one group of 16.
-                q = tl.reshape(tl.arange(0, 4), (1, 1, 4, 1, 1, 1))
-                if CODE == WORD_E2M1:
-                    word = to_fragments(words[j], T)
-                    factor = group_factor(word, tl.broadcast_to(q, word.shape), ASM)
-                else:
-                    word = to_fragments(words[1 + j // 2], T)
-                    factor = nibble_raised(word, tl.broadcast_to(q + 4 * (j % 2), word.shape), ASM)
-                factor = tl.reshape(tl.broadcast_to(factor, (T, 8, 4, 2, 2, 2)), (T, 256))
-            parts = code_tiles(low, high, factor, j * (KD // 16), CODE, KD // 16, LOW_BITS, HIGH_BITS, BIAS, ASM)
+        factor = low[0]
+        if CODE == WORD_E2M1:
+            # A thread's elements of a dot of 64 are those of one group of 16.
+            q = tl.reshape(tl.arange(0, 4), (1, 1, 4, 1, 1, 1))
+            word = to_fragments(words[j], T)
+            factor = group_factor(word, tl.broadcast_to(q, word.shape), ASM)
+            factor = tl.reshape(tl.broadcast_to(factor, (T, 8, 4, 2, 2, 2)), (T, 256))
+        parts = code_tiles(low, high, factor, j * (KD // 16), CODE, KD // 16, LOW_BITS, HIGH_BITS, BIAS, ASM)
         for i in tl.static_range(KD // 16):
             found = found + (from_fragment(parts[i], T),)
     return found
@@ -191,34 +170,16 @@ def load_x(x_ptr, m, x_width, first, KD: tl.constexpr):
 
 
 @triton.jit
-def _add_minima(acc, minima, words, planes, step, GROUPS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
-                T: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
-    """Minima (integers) times group sums of x, three bfloat16 planes [16, BM] that sum to them, smallest first."""
-    BITS: tl.constexpr = 4 if GROUPS == 16 else 8
-    shift = BITS * (step % (16 // BITS))
-    tile = word_bits(minima[0], shift, (1 << BITS) - 1, ASM)
-    if GROUPS == 8:
-        # The other places hold minima of the steps two before or after.
-        tile = tl.where((tl.arange(0, 256) // 4 % 2 == step // 2 % 2)[None, :], tile, 0.0)
-    tile = from_fragment(tile, T)
-    added = tl.zeros_like(acc)
-    for p in tl.static_range(3):
-        added = multiply(tile, planes[p], added, UPCAST)
-    return tl.fma(added, to_sums(minimum_unit(words), BN, BM), acc)
-
-
-@triton.jit
 def _multiply_step(
-    low, high, words, minima, x_ptr, sums_ptr, c0_ptr, words_ptr, table_ptr, block_scale_ptr, step, n, held, m, rows,
+    low, high, words, x_ptr, c0_ptr, words_ptr, table_ptr, block_scale_ptr, step, n, held, m, rows,
     tiles, width, x_width, num_x, num_steps, acc,
     CODE: tl.constexpr, SCALE: tl.constexpr, KD: tl.constexpr, STEP: tl.constexpr, LOW_BITS: tl.constexpr,
     HIGH_BITS: tl.constexpr, BIAS: tl.constexpr, WORDS: tl.constexpr, GRID_ROW: tl.constexpr, GRID_HIGH: tl.constexpr,
     GRID_DELTA: tl.constexpr, W_PARTS: tl.constexpr, X_PARTS: tl.constexpr, OFFSETS: tl.constexpr,
-    MINIMA: tl.constexpr, BLOCK_SCALE: tl.constexpr, CHAIN: tl.constexpr, TAIL: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_SCALE: tl.constexpr, CHAIN: tl.constexpr, TAIL: tl.constexpr, WIDE: tl.constexpr,
     BM: tl.constexpr, T: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """acc [BN, BM] plus the products of a step."""
-    STEP_SCALE: tl.constexpr = BLOCK_SCALE or (SCALE == SCALE_K2)
     plane = tl.cast(num_x, tl.int64) * x_width
     part = tl.zeros_like(acc)
     BN: tl.constexpr = 16 * T
@@ -234,7 +195,7 @@ def _multiply_step(
             low, high, words, c0_ptr, words_ptr, table_ptr, step, j, n, rows, tiles,
             CODE, KD, STEP, LOW_BITS, HIGH_BITS, BIAS, WORDS, GRID_ROW, GRID_HIGH, GRID_DELTA, T, ASM,
         )  # fmt: skip
-        if STEP_SCALE:
+        if BLOCK_SCALE:
             dot = part
         elif CHAIN:
             dot = acc
@@ -263,7 +224,7 @@ def _multiply_step(
                     # Sums of x over the group, the same in every weight row.
                     for i in tl.static_range(KD // 16):
                         sums = multiply(_ones(w[i], ASM), xs[i], sums, UPCAST)
-        if STEP_SCALE:
+        if BLOCK_SCALE:
             part = dot
         elif CHAIN:
             acc = dot
@@ -272,27 +233,15 @@ def _multiply_step(
             acc = tl.fma(dot, to_sums(scale, BN, BM), acc)
             if OFFSETS:
                 acc = tl.fma(to_sums(offset, BN, BM), sums, acc)
-    if STEP_SCALE:
-        if BLOCK_SCALE:
-            # One scale per 128 weight rows and step; rows beyond the last block were clamped above.
-            unit = by_row(tl.load(block_scale_ptr + (held // 128) * num_steps + step), T)
-        else:
-            unit = step_unit(words)
+    if BLOCK_SCALE:
+        # One scale per 128 weight rows and step; rows beyond the last block were clamped above.
+        unit = by_row(tl.load(block_scale_ptr + (held // 128) * num_steps + step), T)
         acc = tl.fma(part, to_sums(unit, BN, BM), acc)
-    if MINIMA > 0:
-        planes = ()
-        for p in tl.static_range(3):
-            sums_plane = sums_ptr + p * tl.cast(num_x, tl.int64) * (num_steps * 16)
-            if WIDE:
-                planes = planes + (load_x(sums_plane, m, num_steps * 16, step * 16, 16),)
-            else:
-                planes = planes + load_operands(sums_plane, m, num_steps * 16, step * 16, width, BM, 16, False)
-        acc = _add_minima(acc, minima, words, planes, step, MINIMA, BN, BM, T, ASM, UPCAST)
     return acc
 
 
 @triton.jit
-def _sum_segments(ptr, stride, num_segments, mask, total, UNROLL: tl.constexpr):
+def sum_segments(ptr, stride, num_segments, mask, total, UNROLL: tl.constexpr):
     """Stored sums of all segments added to `total` in order; UNROLL of them are under way at a time."""
     for first in range(0, num_segments, UNROLL):
         for i in tl.static_range(UNROLL):
@@ -305,15 +254,15 @@ def _sum_segments(ptr, stride, num_segments, mask, total, UNROLL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_x", "segment_steps", "num_steps", "num_segments", "row_divisor", "tiles"])
 def linear_kernel(
-    x_ptr, sums_ptr, c0_ptr, c1_ptr, minima_ptr, words_ptr, table_ptr, row_scale_ptr, block_scale_ptr, out_ptr,
+    x_ptr, c0_ptr, c1_ptr, words_ptr, table_ptr, row_scale_ptr, block_scale_ptr, out_ptr,
     work_ptr, lock_ptr,
     tile_group_ptr, tile_first_ptr, tile_count_ptr, row_ids_ptr,
     num_x, rows, tiles, width, x_width, stride_out, segment_steps, num_steps, num_segments, row_divisor,
-    c0_group, c1_group, words_group, minima_group,
+    c0_group, c1_group, words_group,
     CODE: tl.constexpr, SCALE: tl.constexpr, KD: tl.constexpr, STEP: tl.constexpr, LOW_BITS: tl.constexpr,
     HIGH_BITS: tl.constexpr, BIAS: tl.constexpr, WORDS: tl.constexpr, GRID_ROW: tl.constexpr, GRID_HIGH: tl.constexpr,
     GRID_DELTA: tl.constexpr, W_PARTS: tl.constexpr, X_PARTS: tl.constexpr, OFFSETS: tl.constexpr,
-    MINIMA: tl.constexpr, ROW_SCALE: tl.constexpr, BLOCK_SCALE: tl.constexpr, CHAIN: tl.constexpr, TAIL: tl.constexpr,
+    ROW_SCALE: tl.constexpr, BLOCK_SCALE: tl.constexpr, CHAIN: tl.constexpr, TAIL: tl.constexpr,
     SPLIT: tl.constexpr, GROUPED: tl.constexpr, WIDE: tl.constexpr, OVERLAP: tl.constexpr, ASM: tl.constexpr,
     UPCAST: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -349,7 +298,6 @@ def linear_kernel(
         c0_ptr += group * c0_group
         c1_ptr += group * c1_group
         words_ptr += group * words_group
-        minima_ptr += group * minima_group
         row_scale_ptr += group * rows
     else:
         m = tile_m * BM + m
@@ -371,15 +319,15 @@ def linear_kernel(
         first_step = segment * segment_steps
         last_step = tl.minimum(first_step + segment_steps, num_steps)
         for step in tl.range(first_step, last_step, num_stages=STAGES):
-            low, high, words, minima = load_step(
-                c0_ptr, c1_ptr, words_ptr, minima_ptr, step, tile, tiles, held, rows, width,
-                CODE, KD, STEP, LOW_BITS, HIGH_BITS, WORDS, MINIMA, T,
+            low, high, words = load_step(
+                c0_ptr, c1_ptr, words_ptr, step, tile, tiles, held, rows, width,
+                CODE, KD, STEP, LOW_BITS, HIGH_BITS, WORDS, T,
             )  # fmt: skip
             acc = _multiply_step(
-                low, high, words, minima, x_ptr, sums_ptr, c0_ptr, words_ptr, table_ptr, block_scale_ptr, step, n,
+                low, high, words, x_ptr, c0_ptr, words_ptr, table_ptr, block_scale_ptr, step, n,
                 held, m, rows, tiles, width, x_width, num_x, num_steps, acc,
                 CODE, SCALE, KD, STEP, LOW_BITS, HIGH_BITS, BIAS, WORDS, GRID_ROW, GRID_HIGH, GRID_DELTA, W_PARTS,
-                X_PARTS, OFFSETS, MINIMA, BLOCK_SCALE, CHAIN, TAIL, WIDE, BM, T, ASM, UPCAST,
+                X_PARTS, OFFSETS, BLOCK_SCALE, CHAIN, TAIL, WIDE, BM, T, ASM, UPCAST,
             )  # fmt: skip
         total += acc
     if SPLIT:
@@ -394,7 +342,7 @@ def linear_kernel(
         if arrived != num_segments - 1:
             return
         tl.debug_barrier()
-        total = _sum_segments(work_ptr, SIZE, num_segments, live_m[None, :], tl.zeros((BN, BM), tl.float32), UNROLL)
+        total = sum_segments(work_ptr, SIZE, num_segments, live_m[None, :], tl.zeros((BN, BM), tl.float32), UNROLL)
         tl.store(lock_ptr + at, 0)
     if ROW_SCALE:
         total = total * tl.load(row_scale_ptr + n)[:, None]

@@ -8,27 +8,19 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from slimserve.ops.triton.linear_kernel import load_x, multiply
 from slimserve.ops.triton.tiles import (
     GRID,
-    GRID_PAIRS,
     PLAIN,
     SCALE_E4M3,
-    SCALE_K2,
     SCALE_NONE,
-    SCALED_TWO_BITS,
     WORD_E2M1,
     code_tiles,
     group_factor,
     group_scale,
-    load_operands,
-    minimum_unit,
-    nibble_raised,
     place_of,
     row_words,
-    step_unit,
 )
-from slimserve.ops.triton.tiles_grid import grid_tile, plain_pairs
+from slimserve.ops.triton.tiles_grid import grid_tile
 
 
 @triton.jit
@@ -46,17 +38,16 @@ def load_rows(ptr, step, n, tiles, COUNT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_ids", "num_steps", "tiles"])
 def embedding_kernel(
-    ids_ptr, c0_ptr, c1_ptr, minima_ptr, words_ptr, table_ptr, row_scale_ptr, block_scale_ptr, out_ptr,
+    ids_ptr, c0_ptr, c1_ptr, words_ptr, table_ptr, row_scale_ptr, block_scale_ptr, out_ptr,
     num_ids, rows, tiles, width, num_steps,
     CODE: tl.constexpr, SCALE: tl.constexpr, KD: tl.constexpr, STEP: tl.constexpr, LOW_BITS: tl.constexpr,
     HIGH_BITS: tl.constexpr, BIAS: tl.constexpr, WORDS: tl.constexpr, GRID_ROW: tl.constexpr, GRID_HIGH: tl.constexpr,
-    GRID_DELTA: tl.constexpr, OFFSETS: tl.constexpr, MINIMA: tl.constexpr, ROW_SCALE: tl.constexpr,
+    GRID_DELTA: tl.constexpr, OFFSETS: tl.constexpr, ROW_SCALE: tl.constexpr,
     BLOCK_SCALE: tl.constexpr, ASM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Decode rows ids [T] of a weight to out [T, K]: the decoders of `linear_kernel`, at rows that a list names."""
     OPERANDS: tl.constexpr = KD // 16
-    BITS: tl.constexpr = 4 if MINIMA == 16 else 8
-    FIELDS_HELD: tl.constexpr = CODE != PLAIN and CODE != GRID and CODE != GRID_PAIRS
+    FIELDS_HELD: tl.constexpr = CODE != PLAIN and CODE != GRID
     raiser = 0x4B000000 | (num_steps >> 31)
     at = tl.program_id(0) * BN + tl.arange(0, BN)
     live = at < num_ids
@@ -83,22 +74,17 @@ def embedding_kernel(
             if CODE == PLAIN:
                 inside = (column < width)[None, :]
                 value = tl.load(c0_ptr + n.to(tl.int64)[:, None] * width + column[None, :], mask=inside, other=0.0)
-            elif CODE == GRID:
+            else:
                 value = grid_tile(
                     words_ptr, table_ptr, step, j, n, column % KD, rows, KD, WORDS, STEP // KD, GRID_ROW, GRID_HIGH,
                     GRID_DELTA, ASM,
                 )  # fmt: skip
-            else:
-                value = plain_pairs(c0_ptr, table_ptr, step, j, n, tl.arange(0, KD), tiles, STEP // 128)
             values = (value,)
         else:
             factor = q
             if CODE == WORD_E2M1:
                 word = tl.broadcast_to(words[j][:, None], (BN, 16))
                 factor = group_factor(word, tl.broadcast_to(q, (BN, 16)), ASM)
-            elif CODE == SCALED_TWO_BITS:
-                word = tl.broadcast_to(words[1 + j // 2][:, None], (BN, 16))
-                factor = nibble_raised(word, tl.broadcast_to(q + 4 * (j % 2), (BN, 16)), ASM)
             values = code_tiles(low, high, factor, j * OPERANDS, CODE, OPERANDS, LOW_BITS, HIGH_BITS, BIAS, ASM)
         for i in tl.static_range(OPERANDS if FIELDS_HELD else 1):
             value = values[i].to(tl.float32)
@@ -106,20 +92,11 @@ def embedding_kernel(
                 column = step * STEP + j * KD + place_of(tl.arange(0, KD), KD)
             else:
                 column = step * STEP + j * KD + place_of(16 * i + k16, KD)
-            if SCALE == SCALE_K2:
-                value = value * step_unit(words)[:, None]
-            elif (SCALE != SCALE_NONE) and (SCALE != SCALE_E4M3):
+            if (SCALE != SCALE_NONE) and (SCALE != SCALE_E4M3):
                 scale, offset = group_scale(words, j, raiser, SCALE, BIAS, ASM)
                 value = value * scale[:, None]
                 if OFFSETS:
                     value = value + offset[:, None]
-            if MINIMA > 0:
-                place = column % STEP // (STEP // MINIMA) + (0 if MINIMA == 16 else 8 * (step // 2 % 2))
-                inside = (n % 8 * 32)[:, None] + (place % 8 // 2 * 8 + place // 8 * 4 + place % 2)[None, :]
-                inside += (n % 16 // 8 * 2)[:, None]
-                word = tl.load(minima_ptr + ((step // 4).to(tl.int64) * tiles + n // 16)[:, None] * 256 + inside)
-                minimum = (word.to(tl.int32) >> (BITS * (step % (16 // BITS)))) & ((1 << BITS) - 1)
-                value = value + minimum.to(tl.float32) * minimum_unit(words)[:, None]
             if BLOCK_SCALE:
                 value = value * tl.load(block_scale_ptr + (n // 128) * num_steps + step)[:, None]
             if ROW_SCALE:
@@ -212,61 +189,3 @@ def split_rows_kernel(
         piece = rest.to(tl.bfloat16)
         rest = rest - piece.to(tl.float32)
         tl.store(planes_ptr + (PARTS - 1 - p) * size + row * padded + at, piece, mask=at < padded)
-
-
-@triton.jit
-def _group_tile(j, KD: tl.constexpr, GROUPS: tl.constexpr):
-    """A left operand [16, 16] with ones where the group of the element is the row: its product with x adds to the sums
-    of groups. Operands of a dot of 64 hold elements of four groups of 16, those of a dot of 32 of one group, whose sum
-    rows r and r + 8 take."""
-    k = tl.arange(0, 16)[None, :]
-    row = tl.arange(0, 16)[:, None]
-    if KD == 64:
-        kept = row == 4 * j + k // 2 % 4
-    else:
-        kept = (row % GROUPS + 0 * k) == j
-    return tl.where(kept, 1.0, 0.0).to(tl.bfloat16)
-
-
-@triton.jit(do_not_specialize=["num_x", "num_steps", "x_end"])
-def group_sums_kernel(
-    x_ptr, sums_ptr, num_x, x_width, x_end, num_steps,
-    PARTS: tl.constexpr, KD: tl.constexpr, STEP: tl.constexpr, MINIMA: tl.constexpr, WIDE: tl.constexpr,
-    OVERLAP: tl.constexpr, UPCAST: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
-    """Sums of planes x [PARTS, M, x_width] over the groups of a step, as three bfloat16 planes that sum to them,
-    smallest first: [3, M, steps, 16], in the order of a right operand or (narrow form) as `load_operands` reads them.
-
-    Added by products with ones, so that both forms have the same bits."""
-    if OVERLAP:
-        cuda.gdc_launch_dependents()
-        cuda.gdc_wait()
-    m = tl.program_id(0) * BM + tl.arange(0, BM)
-    live = m < num_x
-    m = tl.minimum(m, num_x - 1)
-    step = tl.program_id(1)
-    sums = tl.zeros((16, BM), tl.float32)
-    for j in tl.static_range(STEP // KD):
-        groups = _group_tile(j, KD, MINIMA)
-        first = step * STEP + j * KD
-        for p in tl.static_range(PARTS):
-            plane = x_ptr + p * tl.cast(num_x, tl.int64) * x_width
-            if WIDE:
-                for i in tl.static_range(KD // 16):
-                    sums = multiply(groups, load_x(plane, m, x_width, first + 16 * i, 16), sums, UPCAST)
-            else:
-                xs = load_operands(plane, m, x_width, first, x_end, BM, KD, True)
-                for i in tl.static_range(KD // 16):
-                    sums = multiply(groups, xs[i], sums, UPCAST)
-    k = tl.arange(0, 16)
-    place = k
-    if not WIDE:
-        place = k // 2 % 4 * 4 + k // 8 * 2 + k % 2
-    target = (m.to(tl.int64) * num_steps + step)[None, :] * 16 + place[:, None]
-    size = tl.cast(num_x, tl.int64) * num_steps * 16
-    high = sums.to(tl.bfloat16)
-    rest = sums - high.to(tl.float32)
-    middle = rest.to(tl.bfloat16)
-    tl.store(sums_ptr + 2 * size + target, high, mask=live[None, :])
-    tl.store(sums_ptr + size + target, middle, mask=live[None, :])
-    tl.store(sums_ptr + target, (rest - middle.to(tl.float32)).to(tl.bfloat16), mask=live[None, :])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from slimserve.errors import RefusalError
-from slimserve.ops.triton import tiles
+from slimserve.ops.triton import integers, tiles
 from slimserve.ops.triton.formats import TILE_FORMATS, TileFormat, as_words, scaled_e2m1, table_of
 from slimserve.ops.triton.launch import cdiv
 from slimserve.quant.decode_scaled import SCALE_BLOCK, has_block_scale, pair_codes
@@ -97,29 +97,55 @@ def _plane(operands: torch.Tensor, bits: int, shift: int, spread: tuple[int, ...
     return _fragments(packed)
 
 
-def _pairs(fields: torch.Tensor, steps: int) -> torch.Tensor:
-    """Grid rows and sign bytes [r, steps * 64] of r = 16 t rows (`formats._pair_words`) as words [steps, t, 2, 256]
-    that `tiles_grid.pairs_tiles` reads."""
-    held = fields.reshape(-1, 2, 8, steps, 4, 2, 4, 2).to(torch.int64)  # [t, rh, g, steps, pair, dot, q, kind]
+def _in_order(codes: torch.Tensor, order: int) -> torch.Tensor:
+    """Elements [r, steps, 256] at their places [r, steps, chunk, t, half, byte] (`integers.element_at`)."""
+    rows, steps, _ = codes.shape
+    if order == integers.CHUNKS.value:
+        return codes.reshape(rows, steps, 8, 4, 2, 4)
+    if order == integers.HALVES.value:
+        return codes.reshape(rows, steps, 8, 2, 4, 4).transpose(3, 4)
+    return codes.reshape(rows, steps, 2, 4, 4, 2, 4).transpose(3, 4).reshape(rows, steps, 8, 4, 2, 4)
+
+
+def _byte_fragments(held: torch.Tensor) -> torch.Tensor:
+    """Bytes [r, steps, n, t, half, byte] of r = 16 t rows in the order of threads: int8 [steps, t, n, 512]."""
+    rows, steps, count = held.shape[:3]
+    held = held.reshape(rows // TILE_ROWS, 2, 8, steps, count, 4, 2, 4).permute(3, 0, 4, 2, 5, 6, 1, 7)
+    return held.reshape(steps, rows // TILE_ROWS, count, 512).to(torch.uint8).view(torch.int8)
+
+
+def _byte_plane(held: torch.Tensor, bits: int, shift: int) -> torch.Tensor:
+    """Bits [shift, shift + bits) of codes [r, steps, 8, 4, 2, 4], 8 / bits chunks to a byte."""
+    fields = ((held >> shift) & ((1 << bits) - 1)).unflatten(2, (bits, 8 // bits))
+    packed = fields[:, :, :, 0].clone()
+    for field in range(1, 8 // bits):
+        packed |= fields[:, :, :, field] << (bits * field)
+    return _byte_fragments(packed)
+
+
+def _grid_pairs(fields: torch.Tensor, steps: int) -> torch.Tensor:
+    """Grid rows and sign bytes [r, steps * 64] of r = 16 t rows (`formats._pair_words`) as bytes [steps, t, 2, 512]
+    that `integers.grid_bytes` reads."""
+    held = fields.reshape(-1, 2, 8, steps, 4, 2, 4, 2).to(torch.int64)  # [t, rh, g, steps, pair, chunk, q, kind]
     index = torch.zeros_like(held[:, 0, :, :, :, 0, :, 0])
     signs = torch.zeros_like(index)
-    for dot in range(2):
+    for chunk in range(2):
         for high in range(2):
-            index |= held[:, high, :, :, :, dot, :, 0] << (8 * (2 * dot + high))
+            k = 2 * chunk + high
+            index |= held[:, high, :, :, :, chunk, :, 0] << (8 * k)
             for weight in range(8):
-                bit = (held[:, high, :, :, :, dot, :, 1] >> weight) & 1
-                signs |= bit << (8 * (weight % 4) + 4 * dot + 2 * high + weight // 4)
+                signs |= ((held[:, high, :, :, :, chunk, :, 1] >> weight) & 1) << (4 * weight + k)
     words = torch.stack((index, signs), dim=-1)  # [t, g, steps, pair, q, kind]
     words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
     words = words.reshape(*words.shape[:3], 2, 2, 4, 2).permute(2, 0, 3, 1, 5, 4, 6)  # [steps, t, fragment, g, q, ..]
-    return words.reshape(steps, -1, 2, 128).contiguous().view(torch.int16)
+    return words.reshape(steps, -1, 2, 128).contiguous().view(torch.int8)
 
 
 def _unpack(
     packed: PackedTensor, fmt: TileFormat, data: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Codes [r, steps * step] (IQ2_XXS: see `_pairs`), word fields [r, steps, n] and minima [r, steps, groups] of rows
-    data [r, row bytes], padded with zero blocks."""
+    """Codes [r, steps * step] (IQ2_XXS: see `_grid_pairs`), word fields [r, steps, n] and minima [r, steps, groups] of
+    rows data [r, row bytes], padded with zero blocks."""
     rows = data.shape[0]
     padded = cdiv(packed.shape[-1], fmt.step) * fmt.step
     if fmt.unpack is None:
@@ -167,22 +193,19 @@ def _row_scale(packed: PackedTensor, rows: int) -> torch.Tensor | None:
 
 
 def _minima(minima: torch.Tensor) -> torch.Tensor:
-    """Minima [r, steps, 8 or 16] of r = 16 t rows as fragments of four steps each [steps / 4, t, 1, 256].
-
-    Place k of an operand is a group. Sixteen groups of a step take a nibble each; eight take a byte, at places 0 to 7
-    those of steps 0 and 1 of four, at places 8 to 15 those of steps 2 and 3.
-    """
+    """Minima [r, steps, 8 or 16] of r = 16 t rows as fragments of four steps each [steps / 4, t, 1, 512]: a byte each,
+    or two of four bits, those of the later two steps above those of the first two."""
     rows, steps, groups = minima.shape
-    four = torch.nn.functional.pad(minima.to(torch.int32), (0, 0, 0, -steps % 4)).reshape(rows, -1, 4, groups)
-    if groups == 8:
-        four = four.reshape(rows, -1, 2, 2, 8).transpose(2, 3).reshape(rows, -1, 2, 16)
-    shifts = torch.arange(0, 16, groups // 4 if groups == 16 else 8, device=minima.device, dtype=torch.int32)
-    words = (four << shifts[:, None]).sum(dim=2)  # [r, steps / 4, 16]
-    return _fragments(words.reshape(rows, -1, 1, 2, 4, 2))
+    four = torch.nn.functional.pad(minima.to(torch.uint8), (0, 0, 0, -steps % 4)).reshape(rows, -1, 4 * groups)
+    if groups == 16:
+        four = four[..., :32] | (four[..., 32:] << 4)
+    return _byte_fragments(four.reshape(rows, -1, 1, 2, 4, 4).transpose(3, 4))
 
 
-def _empty_plane(steps: int, rows: int, count: int, device: torch.device) -> torch.Tensor:
-    return torch.empty((steps, cdiv(rows, TILE_ROWS), count, 256), dtype=torch.int16, device=device)
+def _empty_plane(fmt: TileFormat, steps: int, rows: int, bits: int, device: torch.device) -> torch.Tensor:
+    """A plane of so many bits of each element: fragments of 512 bytes."""
+    held = (512, torch.int8) if fmt.integer else (256, torch.int16)
+    return torch.empty((steps, cdiv(rows, TILE_ROWS), fmt.step * bits // 256, held[0]), dtype=held[1], device=device)
 
 
 def _word_blocks(fmt: TileFormat) -> list[tuple[int, int]]:
@@ -215,13 +238,12 @@ def _matrix(packed: PackedTensor, fmt: TileFormat, device: torch.device) -> list
         return [_whole(packed.data.reshape(rows, width), device), None, None, None, *scales]
     low, high, minima, words = None, None, None, None
     side = _side_fields(packed, fmt, steps)
-    pairs = fmt.code == tiles.GRID_PAIRS.value
     if fmt.low_bits:
-        low = _empty_plane(steps, rows, fmt.step * fmt.low_bits // 256, device)
+        low = _empty_plane(fmt, steps, rows, fmt.low_bits, device)
     if fmt.high_bits:
-        high = _empty_plane(steps, rows, fmt.step * fmt.high_bits // 256, device)
+        high = _empty_plane(fmt, steps, rows, fmt.high_bits, device)
     if fmt.minima:
-        minima = _empty_plane(cdiv(steps, 4), rows, 1, device)
+        minima = _empty_plane(fmt, cdiv(steps, 4), rows, 1, device)
     if fmt.unpack is not None or side is not None:
         words = torch.empty((steps, fmt.words * rows), dtype=torch.int32, device=device)
     chunk = max(1, _CHUNK_ELEMENTS // max(1, width) // TILE_ROWS) * TILE_ROWS
@@ -236,17 +258,22 @@ def _matrix(packed: PackedTensor, fmt: TileFormat, device: torch.device) -> list
         if codes is not None and low is not None:
             codes = torch.nn.functional.pad(codes, (0, 0, 0, (start - stop) % TILE_ROWS))
             here = slice(start // TILE_ROWS, cdiv(stop, TILE_ROWS))
-            if pairs:
-                low[:, here] = _pairs(codes, steps)
+            if fmt.integer and fmt.grid:
+                low[:, here] = _grid_pairs(codes, steps)
+            elif fmt.integer:
+                held = _in_order(codes.reshape(codes.shape[0], steps, fmt.step), fmt.order)
+                low[:, here] = _byte_plane(held, fmt.low_bits, fmt.low_shift)
+                if high is not None:
+                    high[:, here] = _byte_plane(held, fmt.high_bits, fmt.high_shift)
             else:
                 codes = codes.reshape(codes.shape[0], steps, fmt.step)
                 operands = _operands(codes, fmt.dot)
                 low[:, here] = _plane(operands, fmt.low_bits, 0, fmt.spread)
                 if high is not None:
                     high[:, here] = _plane(operands, fmt.high_bits, fmt.low_bits)
-                if minima is not None and least is not None:
-                    least = torch.nn.functional.pad(least, (0, 0, 0, 0, 0, (start - stop) % TILE_ROWS))
-                    minima[:, here] = _minima(least)
+            if minima is not None and least is not None:
+                least = torch.nn.functional.pad(least, (0, 0, 0, 0, 0, (start - stop) % TILE_ROWS))
+                minima[:, here] = _minima(least)
         if fields is not None and words is not None:
             if fmt.field_bits < 32:
                 fields = as_words(fields.reshape(-1, fields.shape[-1]), fmt.field_bits)

@@ -27,18 +27,14 @@ FLOAT8 = tl.constexpr(2)
 NIBBLE_LEVELS = tl.constexpr(3)
 NIBBLE_E2M1 = tl.constexpr(4)
 WORD_E2M1 = tl.constexpr(5)
-SCALED_TWO_BITS = tl.constexpr(6)
 GRID = tl.constexpr(7)
-GRID_PAIRS = tl.constexpr(8)
 PLAIN = tl.constexpr(9)
 
 # Scale kinds: how a group's scale (and offset) lie in the words of a row and step.
 SCALE_NONE = tl.constexpr(0)
 SCALE_HALF = tl.constexpr(1)
 SCALE_HALF_PAIR = tl.constexpr(2)
-SCALE_K = tl.constexpr(3)
 SCALE_BYTE = tl.constexpr(4)
-SCALE_K2 = tl.constexpr(5)
 SCALE_FLOAT = tl.constexpr(6)
 SCALE_POWER = tl.constexpr(7)
 SCALE_ODD_NIBBLE = tl.constexpr(8)
@@ -196,18 +192,6 @@ def word_field(c, SHIFT: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, A
 
 
 @triton.jit
-def word_bits(c, shift, MASK: tl.constexpr, ASM: tl.constexpr):
-    """Field of at most seven bits at a run-time `shift` (one scalar) of 16-bit words."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            f"{{ .reg .b32 t, one, b; shr.b32 t, $1, $2; lop3.b32 t, t, {(MASK & 127) * 65537}, 1124090624, 234;"
-            " mov.b32 one, 1065369472; mov.b32 b, 3271607040; fma.rn.bf16x2 $0, t, one, b; }",
-            "=r,r,r,r", [c, tl.broadcast_to(shift, c.shape)], dtype=tl.bfloat16, is_pure=True, pack=2,
-        )  # fmt: skip
-    return _widen((c.to(tl.int32) >> shift) & MASK, 0)
-
-
-@triton.jit
 def word_fields(
     c, h, SHIFT: tl.constexpr, MASK: tl.constexpr, SHIFT_H: tl.constexpr, MASK_H: tl.constexpr,
     LIFT: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr,
@@ -255,24 +239,6 @@ def word_e2m1(c, factor, FIELD: tl.constexpr, ASM: tl.constexpr):
         code = ((word >> 10) & 3) | (((word >> 13) & 3) << 2)
     unit = (factor & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True).to(tl.float32)
     return (_e2m1_doubled(code) * (unit * 5.877471754111438e-39)).to(tl.bfloat16)
-
-
-@triton.jit
-def scaled_two_bits(c, factor, FIELD: tl.constexpr, ASM: tl.constexpr):
-    """Two-bit field of 16-bit words times a four-bit scale, over 2^14, exactly; factor from `nibble_factor`.
-
-    Left at bits 2 (FIELD % 3) of a bfloat16 number, a code reads as code * 2^(2 (FIELD % 3) - 133), subnormal.
-    """
-    if ASM:
-        return tl.inline_asm_elementwise(
-            f"{{ .reg .b32 t, z; shr.b32 t, $1, {6 * (FIELD // 3)}; and.b32 t, t, {196611 << (2 * (FIELD % 3))};"
-            " mov.b32 z, 2147516416; fma.rn.bf16x2 $0, t, $2, z; }",
-            "=r,r,r,r", [c, factor], dtype=tl.bfloat16, is_pure=True, pack=2,
-        )  # fmt: skip
-    unit = (factor & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True).to(tl.float32)
-    code = ((c.to(tl.int32) >> (2 * FIELD)) & 3).to(tl.float32)
-    # 2^(2 (FIELD % 3) - 133) in two factors, because one is not an ordinary float32 number on every host.
-    return (code * ((unit * 1.1754943508222875e-38) * (0.0078125 * (4 ** (FIELD % 3))))).to(tl.bfloat16)
 
 
 @triton.jit
@@ -426,8 +392,6 @@ def group_scale(words, j, raiser, SCALE: tl.constexpr, BIAS: tl.constexpr, ASM: 
     elif SCALE == SCALE_HALF_PAIR:
         scale = half_of(words[j], 0)
         offset = tl.fma(scale, tl.full(scale.shape, BIAS, tl.float32), half_of(words[j], 1))
-    elif SCALE == SCALE_K:
-        scale = _lowered(_byte_raised(words[1 + j // 4], raiser, j % 4, ASM), half_of(words[0], 0))
     elif SCALE == SCALE_BYTE:
         # Stored with 128 added.
         whole = _byte_raised(words[1 + j // 4], raiser, j % 4, ASM) - 8388736.0
@@ -446,18 +410,6 @@ def group_scale(words, j, raiser, SCALE: tl.constexpr, BIAS: tl.constexpr, ASM: 
 
 
 @triton.jit
-def step_unit(words):
-    """What the product of a whole step is multiplied with [BN]: tiles held code * scale / 2^14."""
-    return half_of(words[0], 0) * 16384.0
-
-
-@triton.jit
-def minimum_unit(words):
-    """What the minima of a step are multiplied with [BN], negated."""
-    return -half_of(words[0], 1)
-
-
-@triton.jit
 def group_factor(word, q, ASM: tl.constexpr):
     """E4M3 scale q of words times 2^119 as a pair of equal bfloat16 numbers in an int32, from a byte of five exponent
     and three mantissa bits.
@@ -472,31 +424,6 @@ def group_factor(word, q, ASM: tl.constexpr):
             "=r,r,r", [word, 16448 + 257 * q], dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     return (((word >> (8 * q)) & 255) << 4) + 30208
-
-
-@triton.jit
-def nibble_raised(word, index, ASM: tl.constexpr):
-    """128 + nibble `index` of words as a pair of equal bfloat16 numbers in an int32."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 t; shr.b32 t, $1, $2; and.b32 t, t, 15; mad.lo.u32 $0, t, 65537, 1124090624; }",
-            "=r,r,r", [word, 4 * index], dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
-    return (((word >> (4 * index)) & 15) + 128).to(tl.float32).to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
-
-
-@triton.jit
-def nibble_factor(raised, FIELD: tl.constexpr, ASM: tl.constexpr):
-    """(raised - 128) * 2^(119 - 2 (FIELD % 3)), raised from `nibble_raised`."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            f"{{ .reg .b32 u, v; mov.b32 u, {(246 - 2 * (FIELD % 3)) * 8388736};"
-            f" mov.b32 v, {(509 - 2 * (FIELD % 3)) * 8388736}; fma.rn.bf16x2 $0, $1, u, v; }}",
-            "=r,r", [raised], dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
-    scale = raised.to(tl.int16).to(tl.bfloat16, bitcast=True).to(tl.float32) - 128.0
-    scale = scale * 4.153837486827862e34 * (16.0 if FIELD % 3 == 0 else 4.0 if FIELD % 3 == 1 else 1.0)
-    return scale.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
 
 
 @triton.jit
@@ -527,9 +454,6 @@ def code_tiles(
                 )  # fmt: skip
             elif CODE == WORD_E2M1:
                 tile = word_e2m1(c, factor, (chunk + i) % PER, ASM)
-            elif CODE == SCALED_TWO_BITS:
-                unit = nibble_factor(factor, (chunk + i) % PER, ASM)
-                tile = scaled_two_bits(c, unit, (chunk + i) % PER, ASM)
             elif CODE == SIGNED_BYTE:
                 tile = signed_byte(c, (chunk + i) % PER, ASM)
             elif CODE == FLOAT8:

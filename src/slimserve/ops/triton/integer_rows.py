@@ -1,0 +1,157 @@
+"""Kernels around the integer product: input rows as integers, and decoded rows of a weight."""
+# mypy: disable-error-code=assignment
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+from slimserve.ops.triton.integers import (
+    BYTES,
+    GRID_BYTES,
+    HALVES,
+    ODD_NIBBLES,
+    SIGNED_BYTES,
+    UNSIGNED_BYTES,
+    element_at,
+    grid_values,
+    place_at,
+)
+from slimserve.ops.triton.tiles import half_of, row_words
+
+
+@triton.jit
+def _round(value):
+    """To the nearest integer, halves to even, below 2^22."""
+    return (value + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def _store_sums(sums_ptr, total, row, virtual, num_x, num_steps, step, groups, GROUPS: tl.constexpr,
+                WIDE: tl.constexpr):  # fmt: skip
+    """Group sums of a plane as two planes of digits, total = 128 high + low, at the places of the step's minima."""
+    PARTS: tl.constexpr = 32 // GROUPS
+    part = tl.reshape(tl.arange(0, PARTS), (PARTS, 1, 1, 1))
+    slot = part * GROUPS + groups
+    value = tl.where(part == step % PARTS, total, 0)
+    place = slot
+    if not WIDE:
+        place = slot % 16 // 4 * 8 + slot // 16 * 4 + slot % 4
+    at = ((row * 2 + virtual).to(tl.int64) * num_steps + step) * 32 + place
+    size = tl.cast(num_x, tl.int64) * num_steps * 32
+    tl.store(sums_ptr + at, (value >> 7).to(tl.int8))
+    tl.store(sums_ptr + size + at, (value & 127).to(tl.int8))
+
+
+@triton.jit(do_not_specialize=["num_x", "num_steps"])
+def integer_rows_kernel(
+    x_ptr, planes_ptr, scale_ptr, sums_ptr, num_x, width, num_steps, stride_x,
+    ORDER: tl.constexpr, MINIMA: tl.constexpr, WIDE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Input rows x [M, K] as integers of sixteen bits with a scale for each 256 elements, a program for each.
+
+    planes int8 [2 M, K]: rows 2 m and 2 m + 1 are the upper and lower eight bits (both signed) of row m, in the order
+    of the weights; scale float32 [K / 256, M]; sums: `_store_sums`. num_x: 2 M. A block with a NaN or an infinity has
+    the scale NaN.
+    """
+    if OVERLAP:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    step = tl.program_id(1)
+    t = tl.reshape(tl.arange(0, 4), (4, 1, 1, 1))
+    chunk = tl.reshape(tl.arange(0, 8), (1, 8, 1, 1))
+    half = tl.reshape(tl.arange(0, 2), (1, 1, 2, 1))
+    byte = tl.reshape(tl.arange(0, 4), (1, 1, 1, 4))
+    x = tl.load(x_ptr + row * stride_x + step * 256 + element_at(chunk, t, half, byte, ORDER)).to(tl.float32)
+    size = tl.abs(x)
+    finite = size < float("inf")
+    largest = tl.max(tl.reshape(tl.where(finite, size, 0.0), (256,)), axis=0)
+    broken = tl.max(tl.reshape(tl.where(finite, 0, 1), (256,)), axis=0)
+    # Below 2^-100 a block's inverse scale would leave the range; its products are far below any other's rounding.
+    inverse = tl.where(largest > 7.9e-31, 32639.0 / tl.maximum(largest, 7.9e-31), 0.0)
+    scale = tl.where(broken > 0, float("nan"), largest / 32639.0)
+    value = _round(tl.where(finite, x, 0.0) * inverse).to(tl.int32)
+    low = ((value + 128) & 255) - 128
+    high = (value - low) >> 8
+    place = chunk * 32 + half * 16 + t * 4 + byte if WIDE else t * 64 + chunk * 8 + half * 4 + byte
+    target = planes_ptr + row * 2 * (num_steps * 256) + step * 256 + place
+    tl.store(target, high.to(tl.int8))
+    tl.store(target + num_steps * 256, low.to(tl.int8))
+    tl.store(scale_ptr + tl.cast(step, tl.int64) * (num_x // 2) + row, scale)
+    if MINIMA == 8:
+        groups = tl.reshape(tl.arange(0, 8), (1, 1, 8, 1))
+        for virtual in tl.static_range(2):
+            plane = high if virtual == 0 else low
+            total = tl.sum(tl.reshape(tl.permute(plane, (1, 0, 2, 3)), (8, 32)), axis=1)
+            _store_sums(
+                sums_ptr, tl.reshape(total, (1, 1, 8, 1)), row, virtual, num_x, num_steps, step, groups, 8, WIDE
+            )
+    elif MINIMA == 16:
+        # A thread's chunks 2 f and 2 f + 1 are a group.
+        block = tl.reshape(tl.arange(0, 4), (1, 1, 4, 1))
+        groups = block // 2 * 8 + tl.reshape(tl.arange(0, 4), (1, 4, 1, 1)) * 2 + block % 2
+        for virtual in tl.static_range(2):
+            plane = high if virtual == 0 else low
+            total = tl.sum(tl.reshape(plane, (4, 4, 16)), axis=2)
+            _store_sums(
+                sums_ptr, tl.reshape(total, (1, 4, 4, 1)), row, virtual, num_x, num_steps, step, groups, 16, WIDE
+            )
+
+
+@triton.jit(do_not_specialize=["num_ids", "num_steps", "tiles"])
+def integer_embedding_kernel(
+    ids_ptr, c0_ptr, c1_ptr, minima_ptr, words_ptr, table_ptr, out_ptr, num_ids, rows, tiles, width, num_steps,
+    CODE: tl.constexpr, SCALE: tl.constexpr, ORDER: tl.constexpr, LOW_BITS: tl.constexpr, LOW_AT: tl.constexpr,
+    HIGH_BITS: tl.constexpr, HIGH_AT: tl.constexpr, WORDS: tl.constexpr, MINIMA: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """Decode rows ids [T] of a weight to out [T, K], each weight's fields loaded."""
+    at = tl.program_id(0) * BN + tl.arange(0, BN)
+    step = tl.program_id(1)
+    live = at < num_ids
+    n = tl.load(ids_ptr + at, mask=live, other=0).to(tl.int32)
+    n = tl.minimum(tl.maximum(n, 0), rows - 1)[:, None]
+    element = tl.arange(0, 256)[None, :]
+    words = row_words(words_ptr, step, n, rows, WORDS)
+    fragment = tl.cast(step, tl.int64) * tiles + n // 16
+    chunk, t, half, byte = place_at(element, ORDER)
+    inside = (n % 8 * 4 + t) * 16 + half * 8 + n % 16 // 8 * 4 + byte
+    if CODE == GRID_BYTES:
+        value = grid_values(c0_ptr, table_ptr, step, n, element, tiles)
+    else:
+        PER: tl.constexpr = 8 // LOW_BITS
+        low = tl.load(c0_ptr + (fragment * LOW_BITS + chunk // PER) * 512 + inside).to(tl.int32) & 255
+        value = ((low >> (chunk % PER * LOW_BITS)) & ((1 << LOW_BITS) - 1)) << LOW_AT
+        if HIGH_BITS > 0:
+            PER_HIGH: tl.constexpr = 8 // (HIGH_BITS if HIGH_BITS > 0 else 8)
+            high = tl.load(c1_ptr + (fragment * HIGH_BITS + chunk // PER_HIGH) * 512 + inside).to(tl.int32) & 255
+            value = value | (((high >> (chunk % PER_HIGH * HIGH_BITS)) & ((1 << HIGH_BITS) - 1)) << HIGH_AT)
+        if CODE == BYTES:
+            value = value.to(tl.int8).to(tl.int32)
+    # The words of a step past the first hold scales: bytes or nibbles, each group's at its own place.
+    NIBBLES: tl.constexpr = (SCALE != UNSIGNED_BYTES) and (SCALE != SIGNED_BYTES)
+    GROUP: tl.constexpr = 16 if (ORDER == HALVES) or (CODE != BYTES and CODE != GRID_BYTES) else 32
+    group = element // GROUP
+    scale = tl.zeros_like(value)
+    for w in tl.static_range(WORDS - 1):
+        PER_WORD: tl.constexpr = 8 if NIBBLES else 4
+        field = (words[1 + w] >> (group % PER_WORD * (32 // PER_WORD))) & ((1 << (32 // PER_WORD)) - 1)
+        scale = tl.where(group // PER_WORD == w, field, scale)
+    if SCALE == SIGNED_BYTES:
+        scale = scale.to(tl.int8).to(tl.int32)
+    elif SCALE == ODD_NIBBLES:
+        scale = 2 * scale + 1
+    unit = half_of(words[0], 0) if MINIMA > 0 else words[0].to(tl.float32, bitcast=True)
+    result = (value * scale).to(tl.float32) * unit
+    if MINIMA > 0:
+        part = step % (32 // MINIMA)
+        slot = part * MINIMA + element // (256 // MINIMA)
+        held = (n % 8 * 4 + slot % 16 // 4) * 16 + slot // 16 * 8 + n % 16 // 8 * 4 + slot % 4
+        minimum = tl.load(minima_ptr + ((step // 4).to(tl.int64) * tiles + n // 16) * 512 + held).to(tl.int32) & 255
+        if MINIMA == 16:
+            minimum = (minimum >> (4 * (step // 2 % 2))) & 15
+        result = result - minimum.to(tl.float32) * half_of(words[0], 1)
+    place = at.to(tl.int64)[:, None] * width + step * 256 + element
+    tl.store(out_ptr + place, result.to(out_ptr.dtype.element_ty), mask=live[:, None])
