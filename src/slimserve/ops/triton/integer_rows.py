@@ -135,8 +135,8 @@ def integer_embedding_kernel(
     GROUP: tl.constexpr = 16 if (ORDER == HALVES) or (CODE != BYTES and CODE != GRID_BYTES) else 32
     group = element // GROUP
     scale = tl.zeros_like(value)
+    PER_WORD: tl.constexpr = 8 if NIBBLES else 4
     for w in tl.static_range(WORDS - 1):
-        PER_WORD: tl.constexpr = 8 if NIBBLES else 4
         field = (words[1 + w] >> (group % PER_WORD * (32 // PER_WORD))) & ((1 << (32 // PER_WORD)) - 1)
         scale = tl.where(group // PER_WORD == w, field, scale)
     if SCALE == SIGNED_BYTES:
