@@ -30,7 +30,7 @@ HOST = "host"
 """Label of terms that lie in the computer's memory while the model runs on an accelerator."""
 
 SLACK_SHARE = {"cpu": 0.25, "cuda": 0.33}
-SLACK_LEAST = {"cpu": 32 * MIB, "cuda": 96 * MIB}
+SLACK_LEAST = {"cpu": 32 * MIB, "cuda": 64 * MIB}
 SLACK_TABLES = {"cpu": 0.0, "cuda": 1.3}
 """What an allocator keeps of freed working memory: on a CPU a share of it, or the least; on CUDA the least, a share and
 tables of logits. The three CUDA numbers are fitted, after the fact, to six shapes on an H200 (docs/notebook.md)."""
