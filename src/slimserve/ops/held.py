@@ -51,6 +51,11 @@ def held_parts(format_name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size for size in parts if size)
 
 
+def spare_bytes(working: int) -> int:
+    """How much larger than the peak of working memory the block is made that steps on a CUDA device are cut from."""
+    return working // 16 + (32 << 20)
+
+
 PROCESSORS = 132
 """Multiprocessors of the device to plan for, where it is not here to be asked: an H200's."""
 

@@ -24,7 +24,7 @@ from slimserve.plan.working import (
     DeviceMemory,
     Term,
     input_bytes,
-    rounding_bytes,
+    rounding_terms,
     scratch_bytes,
 )
 
@@ -175,8 +175,9 @@ class DrafterMemory:
             return ("the drafter's own model is not planned: name it with --draft-model",)
         return ()
 
-    def rounding_bytes(self, target: CacheDemand, memory: DeviceMemory) -> int:
-        """What rounding of large tensors costs for its own weights and caches."""
+    def rounding_terms(self, target: CacheDemand, memory: DeviceMemory) -> list[Term]:
+        """What the allocator's blocks hold beyond the tensors of its own weights and caches."""
         if self.companion is None or memory.kind != "cuda":
-            return 0
-        return rounding_bytes(self.companion, self.own, self.demand(target), replace(memory, count=1))
+            return []
+        weights, rest = rounding_terms(self.companion, self.own, self.demand(target), replace(memory, count=1))
+        return [replace(weights, name=f"drafter.{weights.name}"), replace(rest, name=f"{rest.name}.drafter")]

@@ -30,7 +30,7 @@ from slimserve.plan.working import (
     attention_terms,
     graph_terms,
     input_bytes,
-    rounding_bytes,
+    rounding_terms,
     slack_term,
     working_terms,
 )
@@ -291,7 +291,7 @@ class _Planner:
 
     def fixed_terms(self, demand: CacheDemand, specs: Sequence[CacheSpec]) -> list[Term]:
         """Everything but caches and reserve."""
-        description, memory, limits = self.description, self.memory, self.config.scheduler
+        description, memory = self.description, self.memory
         label, kind = memory.label, memory.kind
         terms = [Term("runtime", RUNTIME_BYTES[kind], label, "measured: python, torch and the device context")]
         if SERVER_BYTES[kind]:
@@ -300,15 +300,14 @@ class _Planner:
             held = SERVER_BYTES[kind] + TOKENIZER_BYTES * tokens
             terms.append(Term("server", held, label, source))
         terms += weight_terms(description, memory) + self.drafter.weight_terms(memory)
-        rows = limits.max_sequences * (1 + self.max_draft)
         working = self.working_terms()
         here = [term for term in working if term.device == label]
         terms += [*working, *self.attention_terms(demand, sum(term.num_bytes for term in here))]
         terms += [*self.input_terms(demand, specs), *self.graph_terms(demand)]
-        terms.append(slack_term(here, rows * description.vocab_size * 4, memory))
+        terms.append(slack_term(here, memory))
         if kind == "cuda":
-            rounding = rounding_bytes(description, specs, demand, memory) + self.drafter.rounding_bytes(demand, memory)
-            terms.append(Term("rounding", rounding, label, "formula: tensors above 10 MiB in pieces of 2 MiB"))
+            terms += rounding_terms(description, specs, demand, memory)
+            terms += self.drafter.rounding_terms(demand, memory)
         return terms
 
     def input_terms(self, demand: CacheDemand, specs: Sequence[CacheSpec]) -> list[Term]:

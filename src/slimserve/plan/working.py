@@ -20,8 +20,10 @@ from slimserve.ops.held import (
     held_parts,
     product_scratch,
     scratch_rows,
+    spare_bytes,
     widest_attention,
 )
+from slimserve.plan.allocator import Allocator
 from slimserve.plan.description import Description
 
 MIB = 1 << 20
@@ -29,11 +31,10 @@ MIB = 1 << 20
 HOST = "host"
 """Label of terms that lie in the computer's memory while the model runs on an accelerator."""
 
-SLACK_SHARE = {"cpu": 0.25, "cuda": 0.33}
-SLACK_LEAST = {"cpu": 32 * MIB, "cuda": 64 * MIB}
-SLACK_TABLES = {"cpu": 0.0, "cuda": 1.3}
-"""What an allocator keeps of freed working memory: on a CPU a share of it, or the least; on CUDA the least, a share and
-tables of logits. The three CUDA numbers are fitted, after the fact, to six shapes on an H200 (docs/notebook.md)."""
+SLACK_SHARE, SLACK_LEAST = 0.25, 32 * MIB
+"""What a CPU's allocator keeps of freed working memory: a share of it, or the least."""
+SMALL_BLOCKS = 8 * MIB
+"""Segments for tensors of up to 1 MiB that steps add on a GPU (0 to 8 MiB under the allocator's rules)."""
 
 GRAPH_SEGMENTS = 22 * MIB
 """Recorded steps allocate from a pool of their own: one segment of small blocks and one of large ones at least."""
@@ -45,12 +46,6 @@ an H200: 67 to 83 MiB more than the recorded tensors; later engines of the same 
 
 ROUNDING = 2 * MIB
 """torch's CUDA allocator takes tensors above 10 MiB in whole pieces of this size, smaller ones out of shared blocks."""
-ROUNDED_FROM = 10 * MIB
-RELAYOUT_BLOCK = 32 * MIB
-"""What the largest intermediate tensors of a relayout leave free: a weight a little smaller settles there, and nothing
-fits in what remains (seen in the allocator's rules applied to loading; see docs/notebook.md)."""
-RELAYOUT_REST = 4 * MIB
-
 LOGITS_COPIES = 3.0
 """Float32 tables of logits alive at once while drawing: the logits, their edited copy, a sort or softmax of it."""
 
@@ -211,44 +206,50 @@ def attention_terms(
     return [Term("attention", max(0, most - working), memory.label, source)]
 
 
-def slack_term(working: Sequence[Term], logits: int, memory: DeviceMemory) -> Term:
-    """What the allocator keeps of freed working memory; `logits`: bytes of a table of logits of all rows."""
-    share, least = SLACK_SHARE[memory.kind], SLACK_LEAST[memory.kind]
-    held = int(share * sum(term.num_bytes for term in working))
+def slack_term(working: Sequence[Term], memory: DeviceMemory) -> Term:
+    """What the allocator keeps of freed working memory, and on a CUDA device what the engine has it keep besides
+    (`spare_bytes`)."""
+    needed = sum(term.num_bytes for term in working)
     if memory.kind == "cpu":
-        return Term("slack", max(held, least), memory.label, f"{share:.0%} of working memory, or a floor")
-    slack = least + held + int(SLACK_TABLES[memory.kind] * logits)
-    return Term("slack", slack, memory.label, f"fitted: a floor, {share:.0%} of working memory, tables of logits")
+        held = max(int(SLACK_SHARE * needed), SLACK_LEAST)
+        return Term("slack", held, memory.label, f"{SLACK_SHARE:.0%} of working memory, or a floor")
+    source = "formula: the block that steps are cut from is so much larger than their peak; small tensors"
+    return Term("slack", spare_bytes(needed) + SMALL_BLOCKS, memory.label, source)
 
 
-def rounding_bytes(
+def rounding_terms(
     description: Description, specs: Sequence[CacheSpec], demand: CacheDemand, memory: DeviceMemory
-) -> int:
-    """What rounding costs: exactly for the tensors that hold weights, half a piece for each large cache tensor."""
-    weights = 0
+) -> list[Term]:
+    """What the allocator's blocks hold beyond the tensors of weights and caches, dealt out by its rules.
+
+    A block with less than 1 MiB to spare is a tensor's whole (torch counts it so): that is the weights' own. Pages
+    count as large at any context, half a piece each, so that the terms do not move with it.
+    """
+    allocator = Allocator()
+    stored = 0
     for weight in description.weights:
         if weight.host:
             continue
         whole = (weight.num_bytes,)
         parts = held_parts(weight.format, weight.shape) or whole if weight.shape and weight.format else whole
         # A stack of experts is one tensor a part; several devices share each.
-        sizes = [-(-part // memory.count) for part in parts]
-        weights += sum(_rounding(size) for size in sizes)
-    large = 0
+        for size in (-(-part // memory.count) for part in parts):
+            stored += size
+            allocator.allocate(size)
+    weights = allocator.allocated - stored
+    pages = 0
     for spec in specs:
-        # Pages count as large at any context, so that this term does not move with it.
-        counted = [(buffer, ROUNDED_FROM) for buffer in spec.page]
-        counted += [(buffer, 2 * demand.max_sequences) for buffer in spec.slot]
+        pages += len(spec.layers) * sum(1 for buffer in spec.page if buffer.num_bytes)
+        counted = [(buffer, 2 * demand.max_sequences) for buffer in spec.slot]
         counted += [(buffer, demand.max_sequences + 1) for buffer in spec.open]
-        large += len(spec.layers) * sum(1 for buffer, count in counted if buffer.num_bytes * count > ROUNDED_FROM)
-    return weights + large * ROUNDING // 2
-
-
-def _rounding(size: int) -> int:
-    """What a weight's tensor leaves unused of the block it lies in."""
-    if size <= ROUNDED_FROM:
-        return 0
-    return RELAYOUT_BLOCK - size if 0 <= RELAYOUT_BLOCK - size < RELAYOUT_REST else -size % ROUNDING
+        for size in (buffer.num_bytes * count for _ in spec.layers for buffer, count in counted):
+            stored += size
+            allocator.allocate(size)
+    rest = sum(allocator.reserved.values()) - stored - weights + pages * ROUNDING // 2
+    return [
+        Term("weights.rounding", weights, memory.label, "allocator's rules: blocks with less than 1 MiB to spare"),
+        Term("rounding", rest, memory.label, "allocator's rules: segments of 20 MiB, or pieces of 2 MiB"),
+    ]
 
 
 def input_bytes(specs: Sequence[CacheSpec], demand: CacheDemand, tokens: int) -> int:

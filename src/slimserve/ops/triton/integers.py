@@ -275,7 +275,7 @@ def _grid_program(chunk: int) -> str:
     return "{ .reg .b32 i, s, sel; .reg .b64 place; " + _grid_row(0, chunk) + " " + _grid_row(1, chunk) + " }"
 
 
-GRID_OPERANDS = tl.constexpr(",".join(["=r"] * 4 + ["r"] * 4 + ["l"] * 16))
+GRID_OPERANDS = tl.constexpr(",".join(["=&r"] * 4 + ["r"] * 4 + ["l"] * 16))
 
 
 @triton.jit

@@ -311,4 +311,7 @@ def relayout(packed: PackedTensor, device: torch.device) -> TileWeight:
     steps = cdiv(width, fmt.step)
     low, high, minima, words, row_scale, block_scale = stacked
     table = table_of(fmt, device)
+    if device.type == "cuda":
+        # The next weight must not settle in what the intermediates of this one leave: their remainders would be lost.
+        torch.cuda.empty_cache()
     return TileWeight(fmt, groups, rows, width, steps, low, high, minima, words, table, row_scale, block_scale)

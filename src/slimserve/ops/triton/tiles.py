@@ -432,8 +432,7 @@ def code_tiles(
     HIGH_BITS: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Codes of COUNT consecutive operands from operand `chunk` of a step on, a tuple of bfloat16 tensors in the shape
-    of the planes' words. low, high: the planes' words of the step; factor: of the group, where tiles hold scaled codes
-    (for codes of two bits what `nibble_raised` gives).
+    of the planes' words. low, high: the planes' words of the step; factor: of the group, where tiles hold scaled codes.
     """
     PER: tl.constexpr = 16 // LOW_BITS
     PER_HIGH: tl.constexpr = 16 // (HIGH_BITS if HIGH_BITS > 0 else 16)
