@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import log, prod, sqrt
 from pathlib import Path
@@ -100,7 +100,27 @@ class SyntheticSource:
             values = _small(maker.spec, maker.transform, maker.shape, bits)
             return PackedTensor(F32, maker.shape, values, name)
         spread = 1.0 / sqrt(maker.spec.shape[-1])
-        return random_packed(fmt, maker.shape, spread, bits, scales=maker.rule.scales, name=name)
+        made = random_packed(fmt, maker.shape, spread, bits, scales=maker.rule.scales, name=name)
+        if device.type != "cuda":
+            return made
+        scales = {part: _apart(scale) for part, scale in made.scales.items()}
+        made = replace(made, data=_apart(made.data), scales=scales)
+        torch.cuda.empty_cache()
+        return made
+
+
+_SHARED_BELOW = 10 << 20
+"""torch's CUDA allocator puts tensors of 1 to 10 MiB side by side into one segment."""
+
+
+def _apart(made: torch.Tensor) -> torch.Tensor:
+    """A tensor in a segment of its own: what is laid out from it must not lie beside it, or a hole of its size stays
+    among the weights, which those of a file, made on the CPU, do not leave."""
+    size = made.numel() * made.element_size()
+    if not _SHARED_BELOW // 10 < size < _SHARED_BELOW:
+        return made
+    held = torch.empty(_SHARED_BELOW, dtype=torch.uint8, device=made.device)[:size].view(made.dtype).view(made.shape)
+    return held.copy_(made)
 
 
 def lay_out(model: SyntheticModel) -> SyntheticSource:
