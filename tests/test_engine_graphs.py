@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from types import SimpleNamespace
 
 import pytest
 import tiny_synthetic
 import torch
 from history import PlainRecorder
 
+from slimserve.engine import forward as forward_module
 from slimserve.engine.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculationConfig
-from slimserve.engine.forward import LEAST_CONTEXT, ForwardPass, row_counts
+from slimserve.engine.forward import LEAST_CONTEXT, Computed, ForwardPass, GraphRecorder, row_counts
 from slimserve.engine.loop import Engine
 from slimserve.engine.memory import draw_widest
 from slimserve.engine.request import Request, SamplingParams
@@ -151,3 +154,29 @@ def test_the_widest_step_and_its_draw_leave_nothing(loaded: LoadedModel, drafts:
     engine.audit()
     assert not engine.has_work
     engine.close()
+
+
+def test_a_recording_that_gives_the_kept_block_back_has_it_kept_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch gives whole free segments back when a recording begins; one in which something lies stays."""
+    reserved, gives_back, kept = [1000], [0], []
+
+    class Entered(contextlib.AbstractContextManager["Entered"]):
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        def __enter__(self) -> Entered:
+            reserved[0] -= gives_back[0]
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=lambda: (0, 1), replay=lambda: None))
+    monkeypatch.setattr(torch.cuda, "graph", Entered)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved[0])
+    monkeypatch.setattr(forward_module, "keep_block", lambda device, size: kept.append(size))
+    computed = Computed(torch.zeros(2, 4), torch.zeros(2, 8), [], torch.ones(2, dtype=torch.bool))
+    recorder = GraphRecorder(torch.device("cuda:0"))
+    for block, given, expected in ((0, 500, []), (300, 200, []), (300, 300, [300]), (300, 400, [300, 300])):
+        recorder.kept, reserved[0], gives_back[0] = block, 1000, given
+        replay = recorder.record(lambda: computed, computed)
+        assert kept == expected and torch.equal(replay().logits, computed.logits)
+    assert recorder.num_graphs == 4

@@ -8,6 +8,7 @@ of the plain call.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -20,6 +21,8 @@ from slimserve.engine.step import Row, StepPlan
 from slimserve.layers.contract import Caches, StepInput
 from slimserve.models.contract import Model
 from slimserve.models.recurrent import MAX_DRAFT_TOKENS
+
+logger = logging.getLogger("slimserve.engine")
 
 LEAST_CONTEXT = 2048
 """Shorter contexts share the recordings of this one."""
@@ -54,6 +57,15 @@ class Recorder(Protocol):
         ...
 
 
+def keep_block(device: torch.device, num_bytes: int) -> None:
+    """Have the allocator of a CUDA device keep one free block of so many bytes, for steps to be cut from: tensors of
+    many sizes would each get a segment that fits no other."""
+    try:
+        torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        logger.warning("%d bytes for the memory of steps are not free in one piece", num_bytes)
+
+
 class GraphRecorder:
     """CUDA graphs, all in one memory pool: they never run at the same time, so each may overwrite the others' scraps.
 
@@ -65,6 +77,8 @@ class GraphRecorder:
         self._pool: Any = None
         self._results: dict[tuple[object, ...], torch.Tensor] = {}
         self._graphs: list[torch.cuda.CUDAGraph] = []
+        self.kept = 0
+        """Bytes of the block that the allocator is to keep (`keep_block`)."""
 
     @property
     def num_graphs(self) -> int:
@@ -76,13 +90,18 @@ class GraphRecorder:
         results = self._place(result)
         graph = torch.cuda.CUDAGraph()
         # Thread-local: other threads of the process (servers, tests) may use the device while this one records.
+        reserved = torch.cuda.memory_reserved(self._device)
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            # Entering gave back what lay free as a whole.
+            given_back = reserved - torch.cuda.memory_reserved(self._device)
             computed = run()
             for target, source in zip(_tensors(results), _tensors(computed), strict=True):
                 target.copy_(source)
             del computed
         self._pool = self._pool or graph.pool()
         self._graphs.append(graph)
+        if self.kept and given_back >= self.kept:
+            keep_block(self._device, self.kept)
 
         def replay() -> Computed:
             graph.replay()

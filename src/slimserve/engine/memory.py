@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from pathlib import Path
 
 import torch
 
+from slimserve.engine.forward import GraphRecorder, keep_block
 from slimserve.engine.loop import Engine
 from slimserve.engine.request import Request, SamplingParams
 from slimserve.engine.sample import SamplingRow, TokenCounts, build_batch, sample, score
@@ -17,8 +17,6 @@ from slimserve.engine.speculate.model_drafter import ModelDrafter
 from slimserve.hardware import free_device_memory
 from slimserve.ops.held import spare_bytes
 from slimserve.weights.loader import LoadedModel
-
-logger = logging.getLogger("slimserve.engine")
 
 _WARM_UP_SECONDS = 600.0
 
@@ -72,32 +70,32 @@ class MemoryProbe:
         recorder, forward.recorder = forward.recorder, None
         working = warm_up(engine, self._device)
         forward.recorder = recorder
-        self._keep_one_block(working)
+        torch.cuda.empty_cache()
         reserved = int(torch.cuda.memory_reserved(self._device))
+        free = free_device_memory(self._index)
+        runtime = self._free_before - free - reserved
+        forward.record_widest()
+        torch.cuda.synchronize(self._device)
+        # The plain steps before each recording took working memory, which is counted above.
+        torch.cuda.empty_cache()
+        graphs = free - free_device_memory(self._index)
+        # Last, so that what recorded steps leave their results in does not lie in it.
+        spare = spare_bytes(working)
+        keep_block(self._device, working + spare)
+        if isinstance(recorder, GraphRecorder):
+            recorder.kept = working + spare
         inputs = forward.buffers.num_bytes
-        measured = {
-            "runtime": self._free_before - free_device_memory(self._index) - reserved,
+        return {
+            "runtime": runtime,
             "weights": with_weights - before,
             "cache": cache,
             "inputs": inputs,
             "working": working,
             **drafter,
             # Everything else that is reserved: rounding of large tensors (torch counts it as theirs), free blocks.
-            "allocator": reserved - (with_weights - before) - cache - inputs - working - sum(drafter.values()),
+            "allocator": reserved - (with_weights - before) - cache - inputs - sum(drafter.values()) + spare,
+            "graphs": graphs,
         }
-        free = free_device_memory(self._index)
-        forward.record_widest()
-        torch.cuda.synchronize(self._device)
-        return {**measured, "graphs": free - free_device_memory(self._index)}
-
-    def _keep_one_block(self, working: int) -> None:
-        """Have the allocator keep one free block, a little larger than the peak of working memory, for steps to be cut
-        from: tensors of many sizes would each get a segment that fits no other."""
-        torch.cuda.empty_cache()
-        try:
-            torch.empty(working + spare_bytes(working), dtype=torch.uint8, device=self._device)
-        except torch.OutOfMemoryError:
-            logger.warning("%d bytes of working memory were not free in one piece", working + spare_bytes(working))
 
 
 _PROMPT_SHARES = (1.0, 0.75, 0.6, 0.5, 0.375, 0.25)
