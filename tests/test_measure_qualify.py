@@ -172,10 +172,12 @@ def test_two_runs_of_one_build_are_compared() -> None:
     assert not failed["passed"] and failed["detail"].startswith("99")
 
 
-def test_evidence_leaves_out_where_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evidence_leaves_out_where_it_was_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("platform.node", lambda: "somebodys-box")
     said = {"said": [f"{Path.home()}/x failed on somebodys-box", ("a", 1)], "n": 2}
     assert without_places(said) == {"said": ["~/x failed on <host>", ["a", 1]], "n": 2}
+    monkeypatch.setenv("SLIMSERVE_CACHE", str(tmp_path / "kept"))
+    assert without_places(f"reused from {tmp_path}/kept/triton") == "reused from <cache>/triton"
 
 
 def test_the_page_is_well_formed_and_escapes_what_models_say() -> None:

@@ -189,8 +189,10 @@ def _leaves(value: Any, path: str = "") -> dict[str, float]:
 
 def without_places(value: Any) -> Any:
     """Plain data without this machine's folders and its name, which are nobody's business."""
-    folders = {str(Path(slimserve.__file__).resolve().parents[2]): ".", str(Path.home()): "~",
-               str(fetch.FetchSettings.from_environment().models): "<models>"}  # fmt: skip
+    models = fetch.FetchSettings.from_environment().models
+    folders = {str(Path(slimserve.__file__).resolve().parents[2]): ".", str(Path.home()): "~", str(models): "<models>"}
+    if Path.home() not in models.parents:
+        folders[str(models.parent)] = "<cache>"
     longest_first = sorted((folder for folder in folders if len(folder) > 1), key=len, reverse=True)
     host = platform_module.node()
 
