@@ -19,6 +19,7 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from slimserve.ops.triton.integers import (
+    CHUNKS,
     GRID_BYTES,
     HALVES,
     NO_SCALES,
@@ -45,12 +46,11 @@ from slimserve.ops.triton.integers import (
     row_places,
     scaled_field,
     scaled_sum,
-    side_by_side,
     to_bytes,
     whole_sums,
 )
 from slimserve.ops.triton.linear_kernel import sum_segments
-from slimserve.ops.triton.tiles import half_of, held_rows, load_words, to_sums
+from slimserve.ops.triton.tiles import half_of, held_rows, load_words, side_by_side, to_sums
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def _chunk_bytes(
             held = grid_bytes(low[CHUNK // 4], table_ptr, CHUNK % 4)
         else:
             k = tl.arange(0, 32)[None, :]
-            element = element_at(CHUNK, k % 16 // 4, k // 16, k % 4, 0)
+            element = element_at(CHUNK, k % 16 // 4, k // 16, k % 4, CHUNKS)
             held = grid_values(c0_ptr, table_ptr, step, n[:, None], element, tiles).to(tl.int8)
     elif CODE == SCALED_BYTES:
         # Thread t's bytes belong to group 2 t + (chunk mod 4) / 2 of the eight of a word.
@@ -195,9 +195,9 @@ def _wide_sums(
             if ASM or (CODE != GRID_BYTES):
                 codes = from_bytes(codes, T)
             upper = upper + (codes,)
-        total = tl.dot(side_by_side(upper), x, total, out_dtype=tl.int32)
+        total = tl.dot(side_by_side(upper, 4), x, total, out_dtype=tl.int32)
         if SCALE != NO_SCALES:
-            lower = lower + ((side_by_side(rest), x),)
+            lower = lower + ((side_by_side(rest, 4), x),)
     if SCALE != NO_SCALES:
         total = total * 256
         for part in tl.static_range(2):

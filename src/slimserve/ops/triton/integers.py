@@ -326,11 +326,3 @@ def folded(c, scale, SIGNED: tl.constexpr, ASM: tl.constexpr):
     product = c.to(tl.int32) * scale
     low = ((product + 128) & 255) - 128
     return ((product - low) >> 8).to(tl.int8), low.to(tl.int8)
-
-
-@triton.jit
-def side_by_side(tiles):
-    """Four left operands [BN, 32] as one [BN, 128]."""
-    pairs = tl.join(tl.join(tiles[0], tiles[1]), tl.join(tiles[2], tiles[3]))
-    pairs = tl.permute(pairs, (0, 3, 2, 1))
-    return tl.reshape(pairs, (pairs.shape[0], 128))

@@ -34,6 +34,7 @@ from slimserve.ops.triton.tiles import (
     load_operands,
     load_words,
     place_of,
+    side_by_side,
     to_fragments,
     to_sums,
 )
@@ -147,21 +148,6 @@ def _ones(w, ASM: tl.constexpr):
 
 
 @triton.jit
-def _side_by_side(tiles, COUNT: tl.constexpr):
-    """COUNT tiles [BN, 16] as one [BN, 16 COUNT]."""
-    if COUNT == 1:
-        one = tiles[0]
-    elif COUNT == 2:
-        both = tl.permute(tl.join(tiles[0], tiles[1]), (0, 2, 1))
-        one = tl.reshape(both, (both.shape[0], 32))
-    else:
-        pairs = tl.join(tl.join(tiles[0], tiles[1]), tl.join(tiles[2], tiles[3]))
-        pairs = tl.permute(pairs, (0, 3, 2, 1))
-        one = tl.reshape(pairs, (pairs.shape[0], 64))
-    return one
-
-
-@triton.jit
 def load_x(x_ptr, m, x_width, first, KD: tl.constexpr):
     """Elements [first, first + KD) of input rows m as a right operand [KD, BM]; rows lie in its order
     (`split_rows_kernel`), padded."""
@@ -212,7 +198,7 @@ def _multiply_step(
                     dot = _dot_parts(w[i], x, dot, W_PARTS, UPCAST)
             elif WIDE:
                 x = load_x(x_ptr + p * plane, m, x_width, first, KD)
-                one = _side_by_side(w, KD // 16)
+                one = side_by_side(w, KD // 16)
                 dot = multiply(one.to(tl.bfloat16), x, dot, UPCAST)
                 if OFFSETS:
                     sums = multiply(_ones(one, ASM), x, sums, UPCAST)

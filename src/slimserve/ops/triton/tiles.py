@@ -54,6 +54,21 @@ def from_fragment(words, T: tl.constexpr):
 
 
 @triton.jit
+def side_by_side(tiles, COUNT: tl.constexpr):
+    """COUNT (1, 2 or 4) left operands [BN, W] as one [BN, W COUNT]."""
+    if COUNT == 1:
+        one = tiles[0]
+    elif COUNT == 2:
+        both = tl.permute(tl.join(tiles[0], tiles[1]), (0, 2, 1))
+        one = tl.reshape(both, (both.shape[0], 2 * both.shape[2]))
+    else:
+        pairs = tl.join(tl.join(tiles[0], tiles[1]), tl.join(tiles[2], tiles[3]))
+        pairs = tl.permute(pairs, (0, 3, 2, 1))
+        one = tl.reshape(pairs, (pairs.shape[0], 4 * pairs.shape[3]))
+    return one
+
+
+@triton.jit
 def load_operands(ptr, m, width, first, x_end, BM: tl.constexpr, KD: tl.constexpr, TAIL: tl.constexpr):
     """Elements [first, first + KD) of input rows m as KD / 16 right operands [16, BM], a tuple in the order of
     `from_fragment`: a thread reads what it multiplies, at most eight elements at a time."""
