@@ -61,7 +61,7 @@ class TestTriton:
         assert error_of(got, expected_of(x, stack)) < 4e-3
         for count in (1, 2, 9):
             assert torch.equal(served(x[:count].to(DEVICE)), got[:count]), f"{count} tokens"
-        assert int(served.locks.sum()) == 0
+        assert int(served.meeting.locks.sum()) == 0 and bool((served.meeting.slots == -1).all())
 
     @pytest.mark.parametrize("silu", [False, True])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

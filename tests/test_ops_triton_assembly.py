@@ -77,6 +77,9 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "mad.lo.s32": lambda a, b, c: (a * b + c) & MASK,
     "mad.wide.u32": lambda a, b, c: a * b + c,
     "mov.b32": lambda a: a,
+    "mov.u32": lambda a: a,
+    "cvt.u64.u32": lambda a: a,
+    "add.u64": lambda a, b: a + b,
     "prmt.b32": permute,
     "lop3.b32": logic,
     "fma.rn.bf16x2": lambda a, b, c: halves(lambda x, y, z: x * y + z, a, b, c),
@@ -88,22 +91,48 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 TABLE_AT = 0x7F3A_0000_1200
 """Address of the table that loads read, beyond 32 bits."""
+SHARED_AT = 0x0440
+"""Address of what a block of assembly keeps in shared memory."""
+
+NO_EFFECT = (".reg", ".shared", "bar.warp.sync")
 
 
-def execute(program: str, inputs: list[int], outputs: int, table: torch.Tensor | None = None) -> list[int]:
-    """Output registers of an assembly block; table: the 32-bit words that stand in memory at TABLE_AT."""
+def execute(
+    program: str,
+    inputs: list[int],
+    outputs: int,
+    table: torch.Tensor | None = None,
+    shared: dict[int, int] | None = None,
+    lane: int = 0,
+) -> list[int]:
+    """Output registers of an assembly block; table: the 32-bit words that stand in memory at TABLE_AT, shared: those of
+    shared memory by address, which stores change."""
     registers: dict[str, Any] = {f"${outputs + i}": value for i, value in enumerate(inputs)}
+    registers |= {"table": SHARED_AT, "%tid.x": lane}
     for line in program.strip().strip("{}").split(";"):
         parts = line.strip().split(None, 1)
-        if not parts or parts[0] == ".reg":
+        if not parts or parts[0] in NO_EFFECT:
             continue
         operation, rest = parts
         names = [name.strip(" {}[]") for name in rest.split(",")]
-        if operation == "ld.global.nc.b32":
+
+        def address(name: str) -> int:
+            base, _, offset = name.partition("+")
+            return int(registers[base]) + int(offset or 0)
+
+        if operation.startswith("ld.global.nc."):
             assert table is not None
-            place, odd = divmod(registers[names[1]] - TABLE_AT, 4)
-            assert odd == 0 and 0 <= place < table.shape[0]
-            registers[names[0]] = int(table[place]) & MASK
+            place, odd = divmod(address(names[-1]) - TABLE_AT, 4)
+            for i, name in enumerate(names[:-1]):
+                assert odd == 0 and 0 <= place + i < table.shape[0]
+                registers[name] = int(table[place + i]) & MASK
+        elif operation == "ld.shared.b32":
+            assert shared is not None
+            registers[names[0]] = shared[address(names[1])]
+        elif operation == "st.shared.v4.b32":
+            assert shared is not None
+            for i, name in enumerate(names[1:]):
+                shared[address(names[0]) + 4 * i] = registers[name]
         elif operation == "mov.b32" and rest.lstrip().startswith("{"):
             value = registers[names[2]]
             pair = value if isinstance(value, tuple) else (value & 0xFFFF, value >> 16)
@@ -128,7 +157,7 @@ class Values:
     def __add__(self, other: object) -> Values:
         return self
 
-    __radd__ = __mul__ = __rmul__ = __floordiv__ = __mod__ = __add__
+    __radd__ = __mul__ = __rmul__ = __floordiv__ = __mod__ = __rshift__ = __and__ = __add__
 
 
 BYTE, HALF, WORD = Values(8), Values(16), Values(32)
@@ -144,7 +173,7 @@ class Recorder:
     int8, bfloat16, int32, float32, int64 = 8, 16, 32, 32, 64
 
     def __init__(self) -> None:
-        self.program, self.outputs, self.arguments = "", 0, ()
+        self.program, self.outputs, self.arguments, self.is_pure = "", 0, (), False
 
     def inline_asm_elementwise(
         self, program: str, constraints: Any, arguments: Any, *, dtype: Any, is_pure: bool, pack: int
@@ -154,7 +183,8 @@ class Recorder:
         for argument in arguments:
             taken += ["l" if argument.bits == 64 else "r"] * registers_of(argument.bits, pack)
         found = [name.replace("&", "") for name in str(getattr(constraints, "value", constraints)).split(",")]
-        assert found == taken and is_pure
+        assert found == taken
+        self.is_pure = is_pure
         self.program, self.outputs, self.arguments = program, found.count("=r"), tuple(arguments)
         raise EmittedError
 
@@ -180,10 +210,11 @@ def record(decoder: Any, *arguments: Any) -> Recorder:
     return recorder
 
 
-def assembly(decoder: Any, *arguments: Any, table: torch.Tensor | None = None) -> Callable[..., list[int]]:
+def assembly(decoder: Any, *arguments: Any, shared: dict[int, int] | None = None) -> Callable[..., list[int]]:
     """The assembly that a decoder emits for its arguments, as a function of registers."""
     recorder = record(decoder, *arguments)
-    return lambda *registers: execute(recorder.program, list(registers), recorder.outputs, table)
+    assert recorder.is_pure
+    return lambda *registers: execute(recorder.program, list(registers), recorder.outputs, shared=shared)
 
 
 def words(count: int = 64) -> list[int]:
@@ -418,11 +449,20 @@ def test_grid_bytes() -> None:
     assert weight.low is not None and weight.low.shape == (1, 1, 1, 2, 512) and weight.table is not None
     held = weight.low.view(torch.int32).reshape(2, 32, 4)  # [fragment, lane, word]
     rows, parity = grid("IQ2_XXS").tolist(), parity_signs().tolist()
+    # The table's copy in shared memory, written by the threads of a warp; of several warps each writes the same.
+    filled = record(integers.shared_table, Values(64))
+    assert filled.outputs == 3 and not filled.is_pure
+    shared: dict[int, int] = {}
+    for lane in (*range(32), 37):
+        constants = execute(filled.program, [TABLE_AT], 3, weight.table, shared, lane)
+        assert constants == [SHARED_AT, *integers.GRID_CONSTANTS]
+    assert shared == {SHARED_AT + 4 * i: int(word) & MASK for i, word in enumerate(weight.table[:256])}
+    held_constants = [value for value in constants for _ in range(16)]
     for chunk in range(8):
-        run = assembly(integers.grid_bytes, BYTE, Values(64), chunk % 4, table=weight.table)
+        run = assembly(integers.grid_bytes, BYTE, (WORD, WORD, WORD), chunk % 4, shared=shared)
         for lane in range(32):
             four = [int(word) & MASK for word in held[chunk // 4, lane]]
-            got = run(*four, *[TABLE_AT] * 16)
+            got = run(*four, *held_constants)
             assert len(got) == 4
             for half in range(2):
                 for upper in range(2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,10 +19,20 @@ from slimserve.quant.tensor import PackedTensor
 
 pytestmark = triton_marks()
 if not any(mark.name == "skip" for mark in pytestmark):
+    import triton
+    import triton.language as tl
+
     from slimserve.ops.triton import integers, relayout
     from slimserve.ops.triton import linear as kernels
     from slimserve.ops.triton.experts import group_rows
     from slimserve.ops.triton.formats import TILE_FORMATS
+    from slimserve.ops.triton.linear_kernel import hand_over
+
+    @triton.jit
+    def hand_over_kernel(values_ptr, places_ptr, COUNT: tl.constexpr):
+        at = tl.arange(0, COUNT)
+        hand_over(places_ptr + at, tl.load(values_ptr + at))
+
 
 FORMATS = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ2_XXS"]
 ORDERS = {"Q4_K": 0, "Q6_K": 1, "Q2_K": 2}
@@ -51,29 +62,40 @@ def test_every_integer_format_is_tested() -> None:
 # Input rows
 
 
-def places(order: int, wide: bool) -> torch.Tensor:
-    """Where each of the 256 elements of a step stands in a plane."""
-    axes = [torch.arange(count) for count in (8, 4, 2, 4)]
-    chunk, t, half, byte = torch.meshgrid(*axes, indexing="ij")
-    element = integers.element_at.fn(chunk, t, half, byte, order)
-    # Wide: by chunks, as a tensor core's right operand stands in memory. Narrow: what a thread reads stands together.
-    place = chunk * 32 + half * 16 + t * 4 + byte if wide else t * 64 + chunk * 8 + half * 4 + byte
-    found = torch.full((256,), -1)
-    found[element.reshape(-1)] = place.reshape(-1)
-    assert sorted(found.tolist()) == list(range(256))
-    return found
+def planes_of(rows: kernels.Prepared, order: int, wide: bool) -> torch.Tensor:
+    """Prepared planes as int64 [2 M, steps, 256] in the order of elements, whatever the form they are prepared for."""
+    assert rows.scale is not None
+    steps, count = rows.scale.shape
+    columns = 2 * count if wide else (2 * count + 7) // 8 * 8
+    assert rows.planes.shape == (columns, rows.width) and rows.width == 256 * steps and rows.planes.is_contiguous()
+    planes = rows.planes.cpu().long()
+    if wide:  # by chunks, as a tensor core's right operand stands in memory: column, step, chunk, half, t, byte
+        held = planes.view(columns, steps, 8, 2, 4, 4).permute(0, 1, 2, 4, 3, 5)
+    else:  # what a thread reads stands together: step, eight, pair of chunks, column, t, chunk of the pair, half, byte
+        held = planes.view(steps, columns // 8, 4, 8, 4, 2, 2, 4).permute(1, 3, 0, 2, 5, 4, 6, 7)
+    held = held.reshape(columns, steps, 256)[: 2 * count]  # the last axis: chunk, t, half, byte
+    axes = [torch.arange(size) for size in (8, 4, 2, 4)]
+    element = integers.element_at.fn(*torch.meshgrid(*axes, indexing="ij"), order).reshape(-1)
+    assert sorted(element.tolist()) == list(range(256))
+    return held[..., element.argsort()]
 
 
-def in_places(planes: torch.Tensor, order: int, wide: bool) -> torch.Tensor:
-    """Planes [2 M, K] as int64 [M, 2, steps, 256] in the order of elements."""
-    rows, width = planes.shape
-    return planes.cpu().long().view(rows // 2, 2, width // 256, 256)[..., places(order, wide)]
-
-
-def as_integers(planes: torch.Tensor, order: int, wide: bool) -> torch.Tensor:
-    """The integers [M, steps, 256] of planes [2 M, K]."""
-    upper, lower = in_places(planes, order, wide).unbind(1)
+def integers_of(rows: kernels.Prepared, order: int, wide: bool) -> torch.Tensor:
+    """The integers [M, steps, 256] of prepared rows."""
+    upper, lower = planes_of(rows, order, wide).unflatten(0, (-1, 2)).unbind(1)
     return 256 * upper + lower
+
+
+def sums_of(rows: kernels.Prepared, wide: bool) -> torch.Tensor:
+    """Prepared sums as int64 [2 digits, 2 M, steps, 32] in the order of minima, whatever the form."""
+    assert rows.scale is not None and rows.sums is not None
+    steps, count = rows.scale.shape
+    columns = rows.planes.shape[0]
+    assert rows.sums.shape == (2, columns, steps, 32) and rows.sums.is_contiguous()
+    sums = rows.sums.cpu().long()
+    if not wide:  # step, column, t, digit, half, byte: a thread's minima are four of either half
+        sums = sums.view(steps, columns, 4, 2, 2, 4).permute(3, 1, 0, 4, 2, 5).reshape(2, columns, steps, 32)
+    return sums[:, : 2 * count]
 
 
 @pytest.mark.parametrize("order", range(3))
@@ -117,7 +139,7 @@ def test_input_rows_as_integers(name: str, wide: bool) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         x = input_rows(dtype)
         prepared = kernels.prepare_rows(x, weight, wide)
-        found = as_integers(prepared.planes, ORDERS[name], wide)
+        found = integers_of(prepared, ORDERS[name], wide)
         expected = x.cpu().double().view(8, 2, 256)
         largest = expected.abs().amax(dim=-1)
         assert prepared.scale is not None and prepared.scale.shape == (2, 8)
@@ -140,22 +162,19 @@ def test_sums_of_groups(name: str, wide: bool) -> None:
     torch.manual_seed(21)
     minima = TILE_FORMATS[name].minima
     weight = served(random_weight(name, 16, 1280)).weight
-    x = torch.randn(3, 1280, device=DEVICE)
+    x = torch.randn(5, 1280, device=DEVICE)  # ten columns: an eight and a part of one
     x[1] = x[1].abs() + 1  # sums of one sign
     prepared = kernels.prepare_rows(x, weight, wide)
     if not minima:
         assert prepared.sums is None
         return
-    planes = in_places(prepared.planes, ORDERS[name], wide).view(3, 2, 5, minima, 256 // minima)
-    expected = torch.zeros(6, 5, 32, dtype=torch.int64)
+    planes = planes_of(prepared, ORDERS[name], wide).view(10, 5, minima, 256 // minima)
+    expected = torch.zeros(10, 5, 32, dtype=torch.int64)
     for step in range(5):
         # Minima of four steps share a byte each (or a half of one): a step's stand in its part of 32 places.
         for group in range(minima):
-            slot = step % (32 // minima) * minima + group
-            place = slot if wide else slot % 16 // 4 * 8 + slot // 16 * 4 + slot % 4
-            expected[:, step, place] = planes[:, :, step, group].sum(dim=-1).view(6)
-    assert prepared.sums is not None
-    upper, lower = prepared.sums.cpu().long()
+            expected[:, step, step % (32 // minima) * minima + group] = planes[:, step, group].sum(dim=-1)
+    upper, lower = sums_of(prepared, wide)
     assert lower.min() >= 0
     assert torch.equal(128 * upper + lower, expected)
 
@@ -177,9 +196,10 @@ def test_broken_blocks_have_no_number_and_leave_others_alone(name: str, wide: bo
         assert torch.equal(prepared.scale.isnan().cpu(), broken)
         assert torch.equal(prepared.scale.cpu()[~broken], whole.scale.cpu()[~broken])
         kept = ~broken.T.repeat_interleave(2, dim=0)  # [2 M, steps]
-        assert torch.equal(prepared.planes.cpu().view(10, 2, 256)[kept], whole.planes.cpu().view(10, 2, 256)[kept])
-        if whole.sums is not None and prepared.sums is not None:
-            assert torch.equal(prepared.sums.cpu()[:, kept], whole.sums.cpu()[:, kept])
+        got, expected = (planes_of(rows, ORDERS[name], wide) for rows in (prepared, whole))
+        assert torch.equal(got[kept], expected[kept])
+        if TILE_FORMATS[name].minima:
+            assert torch.equal(sums_of(prepared, wide)[:, kept], sums_of(whole, wide)[:, kept])
 
 
 # Decoded rows
@@ -217,7 +237,7 @@ def test_decoded_rows_are_the_reference_decoders(name: str, rows: int, width: in
 
 
 def matrix_of(stack: relayout.TileWeight, group: int) -> relayout.TileWeight:
-    planes = {
+    planes: dict[str, Any] = {
         name: None if (plane := getattr(stack, name)) is None else plane[group : group + 1]
         for name in ("low", "high", "minima", "words")
     }
@@ -277,16 +297,53 @@ def test_narrow_and_wide_forms_give_the_same_bits(name: str, monkeypatch: pytest
     linear.segments = kernels.Segments(2, 5)  # the last is shorter
     x = torch.randn(3, 2304).bfloat16()
     results = []
+    narrow, wide = kernels.Tile(*NARROW), kernels.Tile(*WIDE)
     # Segments side by side, and one after the other.
-    for processors, form in ((1 << 20, NARROW), (0, WIDE), *([(0, NARROW), (1 << 20, WIDE)] if ON_DEVICE else [])):
+    for processors, tile in ((1 << 20, narrow), (0, wide), *([(0, narrow), (1 << 20, wide)] if ON_DEVICE else [])):
         monkeypatch.setattr(kernels, "multiprocessors", lambda device, n=processors: n)
         guarded = torch.full((4, 15), math.nan, device=DEVICE)
-        linear.run(x.to(DEVICE), guarded[:-1, 1:-1], kernels.Tile(*form))
+        linear.run(x.to(DEVICE), guarded[:-1, 1:-1], tile)
         assert guarded[:, 0].isnan().all() and guarded[:, -1].isnan().all() and guarded[-1].isnan().all()
         results.append(guarded[:-1, 1:-1].contiguous())
     assert relative(results[0], x.double() @ dequantize(weight).double().T) < 1e-4
     assert all(torch.equal(results[0], other) for other in results[1:])
-    assert int(linear.locks.sum()) == 0
+    assert int(linear.meeting.locks.sum()) == 0 and bool((linear.meeting.slots == -1).all())
+
+
+def test_no_sum_that_is_handed_over_looks_absent() -> None:
+    bits = [-1, -2, 0x7FFFFFFF, 0x7FC00000, -0x400000, -0x800000, -0x80000000, 0x3F800000]
+    values = torch.tensor(bits, dtype=torch.int32, device=DEVICE).view(torch.float32)
+    places = torch.full((8,), -1, dtype=torch.int32, device=DEVICE)
+    hand_over_kernel[(1,)](values, places, COUNT=8)
+    assert places.tolist() == [0x7FFFFFFF, *bits[1:]]
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q8_0"])
+def test_segments_hand_over_sums_that_are_no_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(30)
+    weight = random_weight(name, 13, 2560)
+    linear, tile = served(weight), kernels.Tile(*NARROW)
+    steps = linear.weight.steps
+    linear.segments = kernels.Segments(1, steps)
+    assert steps > 9  # more segments than are taken over at a time
+    x = torch.randn(4, 2560).bfloat16()
+    results = []
+    # Clean rows and broken ones, segments side by side; broken ones, one segment after the other.
+    for processors, broken in ((1 << 20, False), (1 << 20, True), (0, True)):
+        if broken:
+            x[0, 5] = x[0, 1400] = math.nan
+            x[2, 2559] = math.nan  # in the segment that takes the others' sums
+            x[3, 700] = torch.tensor(-1, dtype=torch.int16).view(torch.bfloat16)  # a NaN of all ones
+        monkeypatch.setattr(kernels, "multiprocessors", lambda device, n=processors: n)
+        out = torch.zeros((4, 13), device=DEVICE)
+        linear.run(x.to(DEVICE), out, tile)
+        assert int(linear.meeting.locks.sum()) == 0 and bool((linear.meeting.slots == -1).all())
+        results.append(out)
+    clean, side_by_side, in_order = results
+    assert clean.isfinite().all() and bool((clean != 0).all())
+    for got in (side_by_side, in_order):
+        assert got[[0, 2, 3]].isnan().all()
+        assert torch.equal(got[1], clean[1])
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -295,7 +352,7 @@ def test_grouped_products_are_those_of_each_matrix(name: str) -> None:
     width = 512 if name in ("Q5_K", "IQ2_XXS") else 256
     packed = random_weight(name, 13, width, groups=4)
     stack = relayout.relayout(packed, torch.device(DEVICE))
-    locks = torch.zeros(kernels.LOCKS, dtype=torch.int32, device=DEVICE)
+    meeting = kernels.Meeting.on(torch.device(DEVICE))
     segments = kernels.Segments(1, width // 256)
     x = torch.randn(5, width).to(DEVICE)
     # Counts: a tile and a part of one, one, none, and a part.
@@ -305,7 +362,7 @@ def test_grouped_products_are_those_of_each_matrix(name: str) -> None:
     for group in (0, 1, 3):
         out = torch.empty((5, 13), device=DEVICE)
         rows = kernels.prepare_rows(x, stack, True)
-        kernels.launch(matrix_of(stack, group), segments, locks, rows, 5, out, wide)
+        kernels.launch(matrix_of(stack, group), segments, meeting, rows, 5, out, wide)
         every[group] = out.cpu()
     expected = torch.stack([every[group][pair // 2] for pair, group in enumerate(ids.reshape(-1).tolist())])
     truth = torch.stack(
@@ -319,9 +376,9 @@ def test_grouped_products_are_those_of_each_matrix(name: str) -> None:
         assert counts[-3:] == ([2, 3, 4] if columns == 4 else [1, 3, 6])
         out = torch.full((10, 13), math.nan, device=DEVICE)
         rows = kernels.prepare_rows(x, stack, tile.wide)
-        kernels.launch(stack, segments, locks, rows, 10, out, tile, lists)
+        kernels.launch(stack, segments, meeting, rows, 10, out, tile, lists)
         assert torch.equal(out.cpu(), expected), form
-    assert int(locks.sum()) == 0
+    assert int(meeting.locks.sum()) == 0 and bool((meeting.slots == -1).all())
 
 
 @pytest.mark.parametrize("names", [("Q4_K", "Q2_K"), ("IQ2_XXS", "Q5_K"), ("Q6_K", "Q4_K"), ("Q8_0", "Q3_K")])
@@ -388,7 +445,7 @@ def test_sums_are_those_of_exact_integers(name: str, form: tuple[int, int]) -> N
     x = (values * scale[..., None]).float().view(count, -1).to(DEVICE)
     linear, tile = served(weight), kernels.Tile(*form)
     prepared = kernels.prepare_rows(x, linear.weight, tile.wide)
-    assert torch.equal(as_integers(prepared.planes, TILE_FORMATS[name].order, tile.wide), values)
+    assert torch.equal(integers_of(prepared, TILE_FORMATS[name].order, tile.wide), values)
     # IQ2_XXS multiplies by an eighth.
     codes = with_halves(weight, *((8.0,) if name == "IQ2_XXS" else (1.0, 0.0)[: len(halves)]))
     units = [halves[0] / 8 if name == "IQ2_XXS" else halves[0]]

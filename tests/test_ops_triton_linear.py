@@ -71,7 +71,7 @@ def multiply(weight: PackedTensor, x: torch.Tensor, out_dtype: torch.dtype) -> t
     guarded = torch.full((x.shape[0] + 1, rows + 2), math.nan, dtype=out_dtype, device=DEVICE)
     served(x.to(DEVICE), guarded[:-1, 1:-1])
     assert guarded[:, 0].isnan().all() and guarded[:, -1].isnan().all() and guarded[-1].isnan().all()
-    assert int(served.locks.sum()) == 0
+    assert int(served.meeting.locks.sum()) == 0 and bool((served.meeting.slots == -1).all())
     return guarded[:-1, 1:-1]
 
 
@@ -257,4 +257,4 @@ def test_experts_match_float64_and_rows_stand_alone(gate_name: str, down_name: s
     for t in (0, count - 1):
         alone = served(*[tensor[t : t + 1] for tensor in arguments], 10.0)
         assert torch.equal(alone[0], got[t])
-    assert int(served.locks.sum()) == 0
+    assert int(served.meeting.locks.sum()) == 0 and bool((served.meeting.slots == -1).all())

@@ -1,6 +1,7 @@
 """Tile shapes, pipeline depths and cuts of K of the device matrix product, timed side by side.
 
     python -m slimserve.measure.kernel_sweep [--formats NVFP4,Q4_K] [--shapes "27B gate,27B down"] [--seconds 110]
+        [--rows 1,4] [--programs 1200,3300]
 
 Every variant is compiled first, by processes side by side (the compiler keeps its results on disk). Then each is
 timed as `measure.kernels` does, and its bits are compared with the narrow tile's: a row's bits may depend on the cut of
@@ -14,7 +15,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -37,7 +38,7 @@ from slimserve.ops.triton.linear import Tile, TritonLinear
 from slimserve.ops.triton.relayout import TileWeight
 
 TILES: dict[int, tuple[Tile, ...]] = {
-    1: (linear.NARROW, linear.INTEGER_8),
+    1: (linear.CAPPED, linear.NARROW, Tile(32, 8, registers=128)),
     16: (Tile(16, 16), Tile(64, 16, 4, True, 2)),
     32: (linear.WIDE_32, Tile(128, 32, 8, True, 2), Tile(64, 32, 4, True, 3)),
     64: (linear.WIDE_64, linear.SHORT_64, Tile(128, 64, 4, True, 2), Tile(128, 64, 8, True, 3)),
@@ -46,8 +47,9 @@ TILES: dict[int, tuple[Tile, ...]] = {
 """Tiles by the number of input rows that they are timed with."""
 
 INTEGER_TILES: dict[int, tuple[Tile, ...]] = {
-    1: (linear.INTEGER_8, linear.NARROW, Tile(16, 8, registers=80)),
-    8: (linear.NARROW_TILES[1], Tile(16, 16, registers=96), Tile(64, 16, 4, True, 1)),
+    1: (linear.CAPPED, linear.NARROW, Tile(32, 8, registers=128)),
+    4: (linear.CAPPED, Tile(32, 8, registers=128)),
+    8: (linear.NARROW_TILES[1], linear.INTEGER_16, Tile(64, 16, 4, True, 1)),
     16: (linear.INTEGER_32, Tile(64, 32, 4, True, 2), Tile(16, 32)),
     64: (linear.INTEGER_WIDE[1][1], linear.INTEGER_WIDE[2][1], linear.INTEGER_WIDE[1][0]),
     512: (linear.INTEGER_WIDE[1][1], linear.INTEGER_WIDE[2][1], Tile(128, 128, 8, True, 2)),
@@ -106,13 +108,14 @@ def compile_tiles(name: str, rows: int) -> None:
     torch.cuda.synchronize()
 
 
-def compile_all(formats: Sequence[str], deadline: float) -> list[str]:
+def compile_all(formats: Sequence[str], chosen: Sequence[int], deadline: float) -> list[str]:
     """Compile in one process per format and number of rows, side by side: the formats of which none failed."""
     command = [sys.executable, "-m", "slimserve.measure.kernel_sweep", "--compile"]
     workers = {
         (name, rows): subprocess.Popen([*command, f"{name}:{rows}"])
         for name in formats
         for rows in reversed(tiles_of(name))
+        if rows in chosen
     }
     failed: set[str] = set()
     for (name, rows), worker in workers.items():
@@ -135,7 +138,7 @@ def copies_of(served: TritonLinear, count: int) -> list[TritonLinear]:
         planes = (weight.low, weight.high, weight.minima, weight.words)
         low, high, minima, words = (None if t is None else t.clone() for t in planes)
         clone.weight = replace(weight, low=low, high=high, minima=minima, words=words)
-        clone.segments, clone.locks, clone.num_bytes = served.segments, torch.zeros_like(served.locks), served.num_bytes
+        clone.segments, clone.meeting, clone.num_bytes = served.segments, served.meeting, served.num_bytes
         clone.wide = served.wide
         copies.append(clone)
     return copies
@@ -151,14 +154,16 @@ def segments_for(weight: TileWeight, programs: int) -> linear.Segments:
         linear.SEGMENT_PROGRAMS = kept
 
 
-def sweep_shape(what: str, name: str, bandwidth: float, deadline: float) -> Iterator[Timing]:
-    """Every variant of one weight, until the deadline."""
+def sweep_shape(
+    what: str, name: str, bandwidth: float, chosen: Sequence[int], cuts: Sequence[int], deadline: float
+) -> Iterator[Timing]:
+    """Every variant of one weight for the chosen numbers of rows and cuts of K, until the deadline."""
     device, shape = torch.device("cuda"), SHAPES[what]
     packed = random_packed(name, shape, device)
     copies = copies_of(TritonLinear(packed, device, NumericsConfig()), max(2, -(-ROTATED_BYTES // packed.num_bytes)))
-    tiles = tiles_of(name)
+    tiles = {rows: found for rows, found in tiles_of(name).items() if rows in chosen}
     inputs = torch.randn(max(tiles), shape[1], device=device).bfloat16()
-    for programs in PROGRAMS:
+    for programs in cuts:
         segments = segments_for(copies[0].weight, programs)
         for copy in copies:
             copy.segments = segments
@@ -194,12 +199,12 @@ def short(tile: Tile) -> str:
     return f"{tile.rows}x{tile.columns}{'w' if tile.wide else ''} w{tile.warps} p{tile.stages} r{tile.registers}"
 
 
-def show(found: Sequence[Timing]) -> None:
+def show(found: Sequence[Timing], programs: Sequence[int]) -> None:
     """A compact table: per format, shape and rows the variants, times for each cut of K side by side."""
     for key in dict.fromkeys((t.format, t.shape, t.rows) for t in found):
         mine = [t for t in found if (t.format, t.shape, t.rows) == key]
         best = min((t.microseconds for t in mine if t.microseconds), default=0.0)
-        cuts = "/".join(str(p) for p in PROGRAMS)
+        cuts = "/".join(str(p) for p in programs)
         print(f"{key[0]} {key[1]} M={key[2]} (us, % of copy; cuts {cuts}; error {mine[0].error:.1e})")
         for tile in dict.fromkeys(t.tile for t in mine):
             cells = []
@@ -212,12 +217,12 @@ def show(found: Sequence[Timing]) -> None:
     sys.stdout.flush()
 
 
-def summarize(found: Sequence[Timing]) -> None:
+def summarize(found: Sequence[Timing], cuts: Sequence[int]) -> None:
     """The fastest variant of every format, shape and number of rows, for each cut."""
-    print("fastest (tile us %), for cuts " + "/".join(str(programs) for programs in PROGRAMS))
+    print("fastest (tile us %), for cuts " + "/".join(str(programs) for programs in cuts))
     for key in dict.fromkeys((t.format, t.shape, t.rows) for t in found):
         cells = []
-        for programs in PROGRAMS:
+        for programs in cuts:
             mine = [t for t in found if (t.format, t.shape, t.rows, t.programs) == (*key, programs) and t.microseconds]
             if mine:
                 best = min(mine, key=lambda t: t.microseconds)
@@ -230,6 +235,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="slimserve.measure.kernel_sweep", description=__doc__)
     parser.add_argument("--formats", default=",".join(name for name in FORMATS if name != "BF16"))
     parser.add_argument("--shapes", default="27B gate,27B down")
+    numbers: Callable[[str], list[int]] = lambda text: [int(n) for n in text.split(",")]  # noqa: E731
+    every = sorted({*TILES, *INTEGER_TILES})
+    parser.add_argument("--rows", type=numbers, default=every, help="numbers of input rows")
+    parser.add_argument("--programs", type=numbers, default=list(PROGRAMS), help="cuts of K")
     parser.add_argument("--seconds", type=float, default=100.0, help="start nothing new after so many seconds")
     parser.add_argument("--compile", metavar="FORMAT:ROWS", help="only compile these tiles")
     parser.add_argument("--out", type=Path)
@@ -243,19 +252,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     begun = time.monotonic()
     formats = [name for name in options.formats.split(",") if name]
-    formats = compile_all(formats, begun + 0.6 * options.seconds)
+    formats = compile_all(formats, options.rows, begun + 0.6 * options.seconds)
     bandwidth = copy_bandwidth(torch.device("cuda"))
     print(f"compiled in {time.monotonic() - begun:.0f} s; copy {bandwidth / 1e9:.0f} GB/s", flush=True)
     found: list[Timing] = []
     for what in options.shapes.split(","):
         for name in formats:
-            one = list(sweep_shape(what, name, bandwidth, begun + options.seconds))
-            show(one)
+            one = list(sweep_shape(what, name, bandwidth, options.rows, options.programs, begun + options.seconds))
+            show(one, options.programs)
             found += one
             torch.cuda.empty_cache()
     if options.out is not None:
         options.out.write_text(json.dumps([asdict(timing) for timing in found], indent=0), encoding="utf-8")
-    summarize(found)
+    summarize(found, options.programs)
     different = [t for t in found if not t.same_bits and not t.failure]
     print(f"{len(found)} variants, {len(different)} with other bits, {time.monotonic() - begun:.0f} s")
     return 1 if different else 0

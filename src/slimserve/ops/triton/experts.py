@@ -13,9 +13,9 @@ import torch
 from slimserve.ops.numerics import NumericsConfig
 from slimserve.ops.triton.launch import cdiv, next_power, overlap_options
 from slimserve.ops.triton.linear import (
-    LOCKS,
     NARROW,
     Grouping,
+    Meeting,
     choose_tile,
     launch,
     prepare_rows,
@@ -94,9 +94,9 @@ class TritonExperts:
         self.down = relayout(down, device)
         self.segments = [segments_of(weight) for weight in (*self.gate_up, self.down)]
         self.wide = warp_groups_agree(device)
-        self.locks = torch.zeros(LOCKS, dtype=torch.int32, device=device)
+        self.meeting = Meeting.on(device)
         self.num_experts = down.shape[0]
-        self.num_bytes = sum(weight.num_bytes for weight in (*self.gate_up, self.down)) + self.locks.numel() * 4
+        self.num_bytes = sum(weight.num_bytes for weight in (*self.gate_up, self.down)) + self.meeting.num_bytes
 
     def __call__(
         self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor, limit: float | None
@@ -117,13 +117,13 @@ class TritonExperts:
         shared = prepare_shared(x, self.gate_up, tiles[:-1])
         for weight, segments, tile, rows in zip(self.gate_up, self.segments, tiles, shared, strict=False):
             part = hidden[:, start : start + weight.rows]
-            launch(weight, segments, self.locks, rows, num_rows, part, tile, lists)
+            launch(weight, segments, self.meeting, rows, num_rows, part, tile, lists)
             start += weight.rows
         del shared
         activated = gated(hidden, limit, gelu=False, dtype=x.dtype)
         results = torch.empty((pairs, self.down.rows), dtype=torch.float32, device=x.device)
         rows = prepare_rows(activated, self.down, tiles[-1].wide)
-        launch(self.down, self.segments[-1], self.locks, rows, pairs, results, tiles[-1], replace(lists, divisor=1))
+        launch(self.down, self.segments[-1], self.meeting, rows, pairs, results, tiles[-1], replace(lists, divisor=1))
         overlap, options = overlap_options(x.device)
         combine_kernel[(num_rows, cdiv(self.down.rows, 1024))](
             results, weights, out, self.down.rows, SLOTS=slots, BLOCK=1024, OVERLAP=overlap, num_warps=4, **options

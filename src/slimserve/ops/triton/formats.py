@@ -370,5 +370,6 @@ def table_of(fmt: TileFormat, device: torch.device) -> torch.Tensor | None:
     if not fmt.grid:
         return None
     if fmt.integer:
-        return _selectors(grid(fmt.grid)).to(device).contiguous()
+        constants = torch.tensor(integers.GRID_CONSTANTS, dtype=torch.int32)
+        return torch.cat((_selectors(grid(fmt.grid)).to(torch.int32), constants)).to(device)
     return (grid(fmt.grid).to(torch.float32) * fmt.grid_factor).to(torch.bfloat16).to(device).contiguous()

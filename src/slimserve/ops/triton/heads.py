@@ -7,8 +7,8 @@ import torch
 from slimserve.ops.numerics import NumericsConfig
 from slimserve.ops.triton.launch import cdiv
 from slimserve.ops.triton.linear import (
-    LOCKS,
     Grouping,
+    Meeting,
     choose_tile,
     launch,
     prepare_rows,
@@ -54,8 +54,8 @@ class TritonHeads:
         self.weight = relayout(stack, device)
         self.segments = segments_of(self.weight)
         self.wide = warp_groups_agree(device)
-        self.locks = torch.zeros(LOCKS, dtype=torch.int32, device=device)
-        self.num_bytes = self.weight.num_bytes + self.locks.numel() * 4
+        self.meeting = Meeting.on(device)
+        self.num_bytes = self.weight.num_bytes + self.meeting.num_bytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, heads, K] -> [T, heads, N]."""
@@ -66,5 +66,5 @@ class TritonHeads:
             lists = head_lists(num_tokens, heads, tile.columns // self.weight.format.columns, x.device)
             rows = prepare_rows(x.reshape(num_tokens * heads, width), self.weight, tile.wide)
             flat = out.view(num_tokens * heads, self.weight.rows)
-            launch(self.weight, self.segments, self.locks, rows, num_tokens * heads, flat, tile, lists)
+            launch(self.weight, self.segments, self.meeting, rows, num_tokens * heads, flat, tile, lists)
         return out

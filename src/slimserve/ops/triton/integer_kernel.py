@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+from slimserve.ops.triton.integer_rows import eights
 from slimserve.ops.triton.integers import (
     CHUNKS,
     GRID_BYTES,
@@ -30,6 +31,7 @@ from slimserve.ops.triton.integers import (
     by_weight_row,
     byte_field,
     byte_fields,
+    column_place,
     element_at,
     folded,
     from_bytes,
@@ -42,20 +44,20 @@ from slimserve.ops.triton.integers import (
     load_columns,
     nibble_of,
     places_by_thread,
-    right_operand,
     row_places,
     scaled_field,
     scaled_sum,
+    shared_table,
     to_bytes,
     whole_sums,
 )
-from slimserve.ops.triton.linear_kernel import sum_segments
+from slimserve.ops.triton.linear_kernel import add_segments, store_segment
 from slimserve.ops.triton.tiles import half_of, held_rows, load_words, side_by_side, to_sums
 
 
 @triton.jit
 def _chunk_bytes(
-    low, high, words, c0_ptr, table_ptr, step, n, tiles, CHUNK: tl.constexpr,
+    low, high, words, c0_ptr, table, step, n, tiles, CHUNK: tl.constexpr,
     CODE: tl.constexpr, LOW_BITS: tl.constexpr, LOW_AT: tl.constexpr, HIGH_BITS: tl.constexpr, HIGH_AT: tl.constexpr,
     T: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -63,11 +65,11 @@ def _chunk_bytes(
     PER: tl.constexpr = 8 // LOW_BITS
     if CODE == GRID_BYTES:
         if ASM:
-            held = grid_bytes(low[CHUNK // 4], table_ptr, CHUNK % 4)
+            held = grid_bytes(low[CHUNK // 4], table, CHUNK % 4)
         else:
             k = tl.arange(0, 32)[None, :]
             element = element_at(CHUNK, k % 16 // 4, k // 16, k % 4, CHUNKS)
-            held = grid_values(c0_ptr, table_ptr, step, n[:, None], element, tiles).to(tl.int8)
+            held = grid_values(c0_ptr, table, step, n[:, None], element, tiles).to(tl.int8)
     elif CODE == SCALED_BYTES:
         # Thread t's bytes belong to group 2 t + (chunk mod 4) / 2 of the eight of a word.
         t = tl.reshape(tl.arange(0, 4), (1, 1, 4, 1, 1, 1))
@@ -94,7 +96,7 @@ def _dot_minima(
     """Minima of a step times group sums of the input: int32 [BN, BM]."""
     if MINIMA == 16:
         # Two steps share a byte.
-        odd = step // 2 % 2
+        odd = (step >> 1) & 1
         if ASM:
             minima = tl.inline_asm_elementwise(
                 "{ .reg .b32 t; shr.b32 t, $1, $2; and.b32 $0, t, 252645135; }", "=r,r,r,r,r,r",
@@ -103,35 +105,32 @@ def _dot_minima(
         else:
             minima = (((minima.to(tl.int32) & 255) >> (4 * odd)) & 15).to(tl.int8)
     minima = from_bytes(minima, T)
-    plane = tl.cast(num_x, tl.int64) * num_steps * 32
-    found = tl.zeros((16 * T, BM), tl.int32)
-    for digit in tl.static_range(2):
-        place = sums_ptr + digit * plane + step * 32
-        row = m.to(tl.int64) * (num_steps * 32)
-        if WIDE:
-            digits = tl.load(place + row[None, :] + tl.arange(0, 32)[:, None])
-        else:
-            eight = tl.arange(0, 4)[:, None, None] * 8 + tl.arange(0, 8)[None, None, :]
-            held = tl.load(place + row[None, :, None] + eight)
-            digits = right_operand(tl.reshape(held, (4, BM, 2, 4)), BM)
-        found = tl.dot(minima, digits, found * 128, out_dtype=tl.int32)
+    if WIDE:
+        place = sums_ptr + step * 32 + (m.to(tl.int64) * (num_steps * 32))[None, :] + tl.arange(0, 32)[:, None]
+        high = tl.load(place)
+        low = tl.load(place + tl.cast(num_x, tl.int64) * num_steps * 32)
+    else:
+        high, low = load_columns(sums_ptr + tl.cast(step, tl.int64) * eights(num_x) * 512, m * 64, BM)
+    found = tl.dot(minima, high, tl.zeros((16 * T, BM), tl.int32), out_dtype=tl.int32)
+    found = tl.dot(minima, low, found * 128, out_dtype=tl.int32)
     return found
 
 
 @triton.jit
 def _narrow_sums(
-    low, high, words, x_ptr, c0_ptr, table_ptr, step, n, m, tiles, width,
+    low, high, words, x_ptr, c0_ptr, table, step, n, m, tiles, num_x,
     CODE: tl.constexpr, SCALE: tl.constexpr, ORDER: tl.constexpr, LOW_BITS: tl.constexpr, LOW_AT: tl.constexpr,
     HIGH_BITS: tl.constexpr, HIGH_AT: tl.constexpr, BM: tl.constexpr, T: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Sums of a step [BN, BM]: groups' sums times their scales."""
     BN: tl.constexpr = 16 * T
     total = tl.zeros((BN, BM), tl.int32)
+    base = tl.cast(step, tl.int64) * eights(num_x) * 2048
     for pair in tl.static_range(4):
-        both = load_columns(x_ptr, m, width, step * 256 + 16 * pair, BM)
+        both = load_columns(x_ptr + (base + pair * 512), column_place(m), BM)
         for inside in tl.static_range(2):
             codes = _chunk_bytes(
-                low, high, words, c0_ptr, table_ptr, step, n, tiles, 2 * pair + inside,
+                low, high, words, c0_ptr, table, step, n, tiles, 2 * pair + inside,
                 CODE, LOW_BITS, LOW_AT, HIGH_BITS, HIGH_AT, T, ASM,
             )  # fmt: skip
             if ASM or (CODE != GRID_BYTES):
@@ -166,7 +165,7 @@ def _scales_of_chunk(words, CHUNK: tl.constexpr, SCALE: tl.constexpr, ORDER: tl.
 
 @triton.jit
 def _wide_sums(
-    low, high, words, x_ptr, c0_ptr, table_ptr, step, n, m, tiles, width,
+    low, high, words, x_ptr, c0_ptr, table, step, n, m, tiles, width,
     CODE: tl.constexpr, SCALE: tl.constexpr, ORDER: tl.constexpr, LOW_BITS: tl.constexpr, LOW_AT: tl.constexpr,
     HIGH_BITS: tl.constexpr, HIGH_AT: tl.constexpr, BM: tl.constexpr, T: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -180,7 +179,7 @@ def _wide_sums(
         rest = ()
         for inside in tl.static_range(4):
             codes = _chunk_bytes(
-                low, high, words, c0_ptr, table_ptr, step, n, tiles, 4 * part + inside,
+                low, high, words, c0_ptr, table, step, n, tiles, 4 * part + inside,
                 CODE, LOW_BITS, LOW_AT, HIGH_BITS, HIGH_AT, T, ASM,
             )  # fmt: skip
             if SCALE != NO_SCALES:
@@ -207,36 +206,30 @@ def _wide_sums(
 
 @triton.jit
 def _multiply_integers(
-    x_ptr, scale_ptr, sums_ptr, c0_ptr, c1_ptr, minima_ptr, words_ptr, table_ptr, step, n, held, m, input_rows, rows,
+    low, high, words, x_ptr, scale_ptr, sums_ptr, c0_ptr, minima_ptr, table, step, n, m, input_rows,
     tile, tiles, num_x, num_steps, acc,
     CODE: tl.constexpr, SCALE: tl.constexpr, ORDER: tl.constexpr, LOW_BITS: tl.constexpr, LOW_AT: tl.constexpr,
-    HIGH_BITS: tl.constexpr, HIGH_AT: tl.constexpr, WORDS: tl.constexpr, MINIMA: tl.constexpr,
+    HIGH_BITS: tl.constexpr, HIGH_AT: tl.constexpr, MINIMA: tl.constexpr,
     WIDE: tl.constexpr, BM: tl.constexpr, T: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """acc [BN, BM / 2] plus the products of a step."""
     BN: tl.constexpr = 16 * T
     HALF: tl.constexpr = BM // 2
-    width = num_steps * 256
-    low = load_bytes(c0_ptr, step, tile, tiles, LOW_BITS, "evict_first")
-    high = low
-    if HIGH_BITS > 0:
-        high = load_bytes(c1_ptr, step, tile, tiles, HIGH_BITS, "evict_first")
-    words = load_words(words_ptr, step, held, rows, WORDS, T)
     if WIDE:
         total = _wide_sums(
-            low, high, words, x_ptr, c0_ptr, table_ptr, step, n, m, tiles, width,
+            low, high, words, x_ptr, c0_ptr, table, step, n, m, tiles, num_steps * 256,
             CODE, SCALE, ORDER, LOW_BITS, LOW_AT, HIGH_BITS, HIGH_AT, BM, T, ASM,
         )  # fmt: skip
     else:
         total = _narrow_sums(
-            low, high, words, x_ptr, c0_ptr, table_ptr, step, n, m, tiles, width,
+            low, high, words, x_ptr, c0_ptr, table, step, n, m, tiles, num_x,
             CODE, SCALE, ORDER, LOW_BITS, LOW_AT, HIGH_BITS, HIGH_AT, BM, T, ASM,
         )  # fmt: skip
     unit = half_of(words[0], 0) if MINIMA > 0 else words[0].to(tl.float32, bitcast=True)
     value = whole_sums(total, BN, HALF) * by_weight_row(unit, BN, HALF)
     if MINIMA > 0:
         # Four steps read the same bytes.
-        minima = load_bytes(minima_ptr, step // 4, tile, tiles, 1, "")
+        minima = load_bytes(minima_ptr, step >> 2, tile, tiles, 1, "")
         least = _dot_minima(minima[0], sums_ptr, step, m, num_x, num_steps, MINIMA, WIDE, BM, T, ASM)
         value = tl.fma(whole_sums(least, BN, HALF), by_weight_row(-half_of(words[0], 1), BN, HALF), value)
     scales = tl.load(scale_ptr + tl.cast(step, tl.int64) * (num_x // 2) + input_rows)
@@ -293,41 +286,47 @@ def integer_kernel(
         input_rows = tl.minimum(tile_m * HALF + input_rows, num_x // 2 - 1)
         out_row = tile_m * HALF + row
         live_m = out_row * 2 < num_x
+    table = table_ptr
+    if CODE == GRID_BYTES and ASM:
+        table = shared_table(table_ptr)
     total = tl.zeros((BN, HALF), tl.float32)
     first_segment = 0
     last_segment = num_segments
     if SPLIT:
         first_segment = tl.program_id(1)
         last_segment = first_segment + 1
-    if OVERLAP and not GROUPED:
+    if OVERLAP and not GROUPED and WIDE:
         cuda.gdc_wait()
     for segment in range(first_segment, last_segment):
         acc = tl.zeros((BN, HALF), tl.float32)
         first_step = segment * segment_steps
         last_step = tl.minimum(first_step + segment_steps, num_steps)
         for step in tl.range(first_step, last_step, num_stages=STAGES):
+            low = load_bytes(c0_ptr, step, tile, tiles, LOW_BITS, "evict_first")
+            high = low
+            if HIGH_BITS > 0:
+                high = load_bytes(c1_ptr, step, tile, tiles, HIGH_BITS, "evict_first")
+            words = load_words(words_ptr, step, held, rows, WORDS, T)
+            if OVERLAP and not GROUPED and not WIDE:  # noqa: SIM102 (this is decided when compiling)
+                # The first weights are under way by now.
+                if step == first_step:
+                    cuda.gdc_wait()
             acc = _multiply_integers(
-                x_ptr, scale_ptr, sums_ptr, c0_ptr, c1_ptr, minima_ptr, words_ptr, table_ptr, step, n, held, m,
-                input_rows, rows, tile, tiles, num_x, num_steps, acc,
-                CODE, SCALE, ORDER, LOW_BITS, LOW_AT, HIGH_BITS, HIGH_AT, WORDS, MINIMA, WIDE, BM, T, ASM,
+                low, high, words, x_ptr, scale_ptr, sums_ptr, c0_ptr, minima_ptr, table, step, n, m,
+                input_rows, tile, tiles, num_x, num_steps, acc,
+                CODE, SCALE, ORDER, LOW_BITS, LOW_AT, HIGH_BITS, HIGH_AT, MINIMA, WIDE, BM, T, ASM,
             )  # fmt: skip
         total += acc
     if SPLIT:
         at = tl.cast(tile_n, tl.int64) * tl.num_programs(0) + tile_m
         SIZE: tl.constexpr = BN * HALF
         work_ptr += at * num_segments * SIZE + places_by_thread(T, HALF)
-        tl.store(work_ptr + first_segment * SIZE, by_thread(total, T, HALF))
-        # Every thread's store is done before one thread announces it; the last to announce sees all of them.
-        tl.debug_barrier()
-        arrived = tl.atomic_add(lock_ptr + at, 1, sem="acq_rel")
-        if arrived != num_segments - 1:
+        held_total = by_thread(total, T, HALF)
+        every = tl.full(held_total.shape, True, tl.int1)
+        if store_segment(work_ptr, lock_ptr + at, SIZE, first_segment, num_segments, held_total, every, SPLIT):
             return
-        tl.debug_barrier()
-        total = sum_segments(
-            work_ptr, SIZE, num_segments, tl.full((4, 8, HALF // 4, T, 2), True, tl.int1),
-            tl.zeros((4, 8, HALF // 4, T, 2), tl.float32), UNROLL,
-        )  # fmt: skip
-        total = from_thread(total, T, HALF)
-        tl.store(lock_ptr + at, 0)
+        total = from_thread(
+            add_segments(work_ptr, lock_ptr + at, SIZE, num_segments, held_total, every, SPLIT, UNROLL, UNROLL), T, HALF
+        )
     place = out_row.to(tl.int64)[None, :] * stride_out + n[:, None]
     tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=live_m[None, :] & live_n[:, None])

@@ -14,6 +14,7 @@ from slimserve.ops.triton.integers import (
     ODD_NIBBLES,
     SIGNED_BYTES,
     UNSIGNED_BYTES,
+    column_place,
     element_at,
     grid_values,
     place_at,
@@ -28,18 +29,35 @@ def _round(value):
 
 
 @triton.jit
+def _fours(place):
+    """Places [4, 8, 2, 4] whose last four lie side by side: the compiler does not see it."""
+    return tl.multiple_of(tl.max_contiguous(place, (1, 1, 1, 4)), (1, 1, 1, 4))
+
+
+@triton.jit
+def eights(num_x):
+    """Eights of columns."""
+    return (num_x + 7) // 8
+
+
+@triton.jit
 def _store_sums(sums_ptr, total, row, virtual, num_x, num_steps, step, groups, GROUPS: tl.constexpr,
                 WIDE: tl.constexpr):  # fmt: skip
-    """Group sums of a plane as two planes of digits, total = 128 high + low, at the places of the step's minima."""
+    """Group sums of a plane as two digits, total = 128 high + low, at the places of the step's minima: two planes
+    [2 M, steps, 32] for the wide form; for the narrow one blocks of `load_columns`, whose chunks are the digits,
+    [steps, 2 M, 64]."""
     PARTS: tl.constexpr = 32 // GROUPS
     part = tl.reshape(tl.arange(0, PARTS), (PARTS, 1, 1, 1))
     slot = part * GROUPS + groups
     value = tl.where(part == step % PARTS, total, 0)
-    place = slot
-    if not WIDE:
-        place = slot % 16 // 4 * 8 + slot // 16 * 4 + slot % 4
-    at = ((row * 2 + virtual).to(tl.int64) * num_steps + step) * 32 + place
-    size = tl.cast(num_x, tl.int64) * num_steps * 32
+    column = (row * 2 + virtual).to(tl.int64)
+    if WIDE:
+        at = (column * num_steps + step) * 32 + slot
+        size = tl.cast(num_x, tl.int64) * num_steps * 32
+    else:
+        at = tl.cast(step, tl.int64) * eights(num_x) * 512 + column * 64
+        at += slot % 16 // 4 * 16 + slot // 16 * 4 + slot % 4
+        size = 8
     tl.store(sums_ptr + at, (value >> 7).to(tl.int8))
     tl.store(sums_ptr + size + at, (value & 127).to(tl.int8))
 
@@ -51,8 +69,9 @@ def integer_rows_kernel(
 ):  # fmt: skip
     """Input rows x [M, K] as integers of sixteen bits with a scale for each 256 elements, a program for each.
 
-    planes int8 [2 M, K]: rows 2 m and 2 m + 1 are the upper and lower eight bits (both signed) of row m, in the order
-    of the weights; scale float32 [K / 256, M]; sums: `_store_sums`. num_x: 2 M. A block with a NaN or an infinity has
+    planes: columns 2 m and 2 m + 1 are the upper and lower eight bits (both signed) of row m, for the wide form int8
+    [2 M, K] in the order of the weights, for the narrow one blocks at `column_place`; scale float32 [K / 256, M];
+    sums: `_store_sums`. num_x: 2 M, which the narrow form rounds up to eights. A block with a NaN or an infinity has
     the scale NaN.
     """
     if OVERLAP:
@@ -64,21 +83,28 @@ def integer_rows_kernel(
     chunk = tl.reshape(tl.arange(0, 8), (1, 8, 1, 1))
     half = tl.reshape(tl.arange(0, 2), (1, 1, 2, 1))
     byte = tl.reshape(tl.arange(0, 4), (1, 1, 1, 4))
-    x = tl.load(x_ptr + row * stride_x + step * 256 + element_at(chunk, t, half, byte, ORDER)).to(tl.float32)
-    size = tl.abs(x)
-    finite = size < float("inf")
-    largest = tl.max(tl.reshape(tl.where(finite, size, 0.0), (256,)), axis=0)
-    broken = tl.max(tl.reshape(tl.where(finite, 0, 1), (256,)), axis=0)
+    element = _fours(element_at(chunk, t, half, byte, ORDER))
+    x = tl.load(x_ptr + row * stride_x + step * 256 + element).to(tl.float32)
+    # Sizes as bits: those of a NaN or an infinity are above all others, so one search finds both.
+    top = tl.max(tl.reshape(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, (256,)), axis=0)
+    broken = top >= 0x7F800000
+    largest = tl.where(broken, 0, top).to(tl.float32, bitcast=True)
     # Below 2^-100 a block's inverse scale would leave the range; its products are far below any other's rounding.
     inverse = tl.where(largest > 7.9e-31, 32639.0 / tl.maximum(largest, 7.9e-31), 0.0)
-    scale = tl.where(broken > 0, float("nan"), largest / 32639.0)
-    value = _round(tl.where(finite, x, 0.0) * inverse).to(tl.int32)
+    scale = tl.where(broken, float("nan"), largest / 32639.0)
+    value = _round(tl.where(broken, 0.0, x) * inverse).to(tl.int32)
     low = ((value + 128) & 255) - 128
     high = (value - low) >> 8
-    place = chunk * 32 + half * 16 + t * 4 + byte if WIDE else t * 64 + chunk * 8 + half * 4 + byte
-    target = planes_ptr + row * 2 * (num_steps * 256) + step * 256 + place
+    if WIDE:
+        target = planes_ptr + row * 2 * (num_steps * 256) + step * 256
+        target += _fours(chunk * 32 + half * 16 + t * 4 + byte)
+        apart = num_steps * 256
+    else:
+        target = planes_ptr + tl.cast(step, tl.int64) * eights(num_x) * 2048 + column_place(row * 2)
+        target += _fours(chunk // 2 * 512 + t * 16 + chunk % 2 * 8 + half * 4 + byte)
+        apart = 64
     tl.store(target, high.to(tl.int8))
-    tl.store(target + num_steps * 256, low.to(tl.int8))
+    tl.store(target + apart, low.to(tl.int8))
     tl.store(scale_ptr + tl.cast(step, tl.int64) * (num_x // 2) + row, scale)
     if MINIMA == 8:
         groups = tl.reshape(tl.arange(0, 8), (1, 1, 8, 1))

@@ -83,11 +83,18 @@ def load_bytes(ptr, step, tile, tiles, COUNT: tl.constexpr, POLICY: tl.constexpr
 
 
 @triton.jit
-def load_columns(ptr, m, width, first, BM: tl.constexpr):
-    """Bytes [first, first + 16) of each thread's part of 256 elements of input rows m [BM], laid out for it: the right
-    operands [32, BM] of two chunks."""
-    k = first + (tl.arange(0, 4) * 64)[:, None, None] + tl.arange(0, 16)[None, None, :]
-    x = tl.load(ptr + (m.to(tl.int64) * width)[None, :, None] + k)
+def column_place(m):
+    """Where column m begins among the blocks of a step: blocks lie [steps, eights of columns, 4, 8 columns, 64]."""
+    return m // 8 * 2048 + m % 8 * 64
+
+
+@triton.jit
+def load_columns(ptr, places, BM: tl.constexpr):
+    """A block of 64 bytes of columns whose blocks stand at places [BM], sixteen to a thread: the right operands
+    [32, BM] of two chunks."""
+    inside = tl.arange(0, 4)[:, None, None] * 16 + tl.arange(0, 16)[None, None, :]
+    # Weights pass through the first-level cache; what all programs read again should stay in it.
+    x = tl.load(ptr + places[None, :, None] + inside, eviction_policy="evict_last")
     first_chunk, second_chunk = tl.split(tl.permute(tl.reshape(x, (4, BM, 2, 2, 4)), (0, 1, 3, 4, 2)))
     return right_operand(first_chunk, BM), right_operand(second_chunk, BM)
 
@@ -263,31 +270,55 @@ def _grid_row(row: int, chunk: int) -> str:
     index, signs = f"${4 + chunk // 2 % 2 * 2}", f"${5 + chunk // 2 % 2 * 2}"
     shift = f"shl.b32 s, {signs}, {2 - k};" if k < 2 else f"shr.b32 s, {signs}, {k - 2};"
     return (
-        f"prmt.b32 i, {index}, 0, {0x4440 + k}; mad.wide.u32 place, i, 4, $8; ld.global.nc.b32 sel, [place];"
+        f"prmt.b32 i, {index}, 0, {0x4440 + k}; mad.lo.u32 i, i, $40, $8; ld.shared.b32 sel, [i];"
         f" {shift} lop3.b32 sel, s, 1145324612, sel, 234;"
-        f" prmt.b32 ${row}, 2824456, 14018552, sel; shr.b32 sel, sel, 16;"
-        f" prmt.b32 ${2 + row}, 2824456, 14018552, sel;"
+        f" prmt.b32 ${row}, $24, 14018552, sel; shr.b32 sel, sel, 16;"
+        f" prmt.b32 ${2 + row}, $24, 14018552, sel;"
     )
 
 
 @triton.constexpr_function
 def _grid_program(chunk: int) -> str:
-    return "{ .reg .b32 i, s, sel; .reg .b64 place; " + _grid_row(0, chunk) + " " + _grid_row(1, chunk) + " }"
+    return "{ .reg .b32 i, s, sel; " + _grid_row(0, chunk) + " " + _grid_row(1, chunk) + " }"
 
 
-GRID_OPERANDS = tl.constexpr(",".join(["=&r"] * 4 + ["r"] * 4 + ["l"] * 16))
+GRID_CONSTANTS = (0x2B1908, 4)
+"""The grid's values, a byte each, and the bytes of a selector: read from memory, because constants that the assembler
+knows take an instruction at every use, and another unit's."""
+
+GRID_OPERANDS = tl.constexpr(",".join(["=&r"] * 4 + ["r"] * 52))
 
 
 @triton.jit
-def grid_bytes(c, table_ptr, CHUNK: tl.constexpr):
-    """Signed grid values of chunk CHUNK (of four) of a fragment c [T, 512].
+def shared_table(table_ptr):
+    """The address of a copy of a table of 256 words in shared memory, where threads look up different words at once,
+    and the two words behind the table (`GRID_CONSTANTS`).
+
+    Every warp writes all of it, so that none waits for another.
+    """
+    return tl.inline_asm_elementwise(
+        "{ .shared .align 16 .b32 table[256]; .reg .b32 t, a, v0, v1, v2, v3; .reg .b64 p; mov.u32 $0, table;"
+        " ld.global.nc.v2.b32 {$1, $2}, [$3+1024];"
+        " mov.u32 t, %tid.x; and.b32 t, t, 31; shl.b32 t, t, 4; add.u32 a, t, $0; cvt.u64.u32 p, t; add.u64 p, p, $3;"
+        " ld.global.nc.v4.b32 {v0, v1, v2, v3}, [p]; st.shared.v4.b32 [a], {v0, v1, v2, v3};"
+        " ld.global.nc.v4.b32 {v0, v1, v2, v3}, [p+512]; st.shared.v4.b32 [a+512], {v0, v1, v2, v3};"
+        " bar.warp.sync 0xffffffff; }",
+        "=&r,=r,=r,l", [table_ptr.to(tl.int64)], dtype=(tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def grid_bytes(c, table, CHUNK: tl.constexpr):
+    """Signed grid values of chunk CHUNK (of four) of a fragment c [T, 512]; table: its `shared_table`.
 
     A thread holds two pairs of 32-bit words for it: four grid indices (chunk, then row) and signs, where bit 4 n + k is
     the sign of weight n of grid row k. The table has a selector of four bits per weight.
     """
-    table = tl.broadcast_to(table_ptr.to(tl.int64), c.shape)
+    place = tl.broadcast_to(table[0], c.shape)
+    values = tl.broadcast_to(table[1], c.shape)
+    four = tl.broadcast_to(table[2], c.shape)
     return tl.inline_asm_elementwise(
-        _grid_program(CHUNK), GRID_OPERANDS, [c, table], dtype=tl.int8, is_pure=True, pack=16
+        _grid_program(CHUNK), GRID_OPERANDS, [c, place, values, four], dtype=tl.int8, is_pure=True, pack=16
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,10 +15,10 @@ from slimserve.ops.triton.integer_kernel import integer_kernel
 from slimserve.ops.triton.integer_rows import integer_embedding_kernel, integer_rows_kernel
 from slimserve.ops.triton.integers import BYTES, CHUNKS
 from slimserve.ops.triton.launch import INTERPRETED, NO_FUSION, cdiv, multiprocessors, overlap_options
-from slimserve.ops.triton.linear_kernel import linear_kernel
+from slimserve.ops.triton.linear_kernel import ABSENT, ANNOUNCED, HANDED, linear_kernel
 from slimserve.ops.triton.linear_rows import embedding_kernel, split_rows_kernel
 from slimserve.ops.triton.relayout import TILE_ROWS, TileWeight, relayout
-from slimserve.ops.triton.tiles import PLAIN, WORD_E2M1
+from slimserve.ops.triton.tiles import FLOAT8, PLAIN, SIGNED_BYTE, WORD_E2M1
 from slimserve.quant.formats import BF16
 from slimserve.quant.tensor import PackedTensor
 
@@ -33,6 +34,10 @@ ACTIVE_GROUPS = 8
 """So many matrices of a stack (experts, heads) are taken to be multiplied at a time."""
 
 LOCKS = 8192
+
+SLOTS = 1 << 19
+"""Sums of segments that a narrow product may have under way (`linear_kernel.hand_over`); one set serves a device, whose
+products run one after another."""
 
 SPLIT_WARPS, SPLIT_WARPS_WIDE = 24, 12
 """Segments run in parallel where a multiprocessor would get fewer warps than this, in the narrow and the wide form."""
@@ -63,9 +68,9 @@ def cut_segments(rows: int, steps: int, step: int, groups: int = 1) -> Segments:
 class Tile:
     """Weight rows and input rows of a program, warps, and whether it is of the wide form.
 
-    A narrow program is one warp with 16 weight rows; a wide one has four warps for every 64 weight rows, or for twice
-    as many. stages: steps of weights and x under way through shared memory; 1: none, a warp waits for its loads while
-    others work. registers: the most a thread may take, 0 for what the assembler likes.
+    A narrow program is one warp with 16 weight rows, or 32; a wide one has four warps for every 64 weight rows, or for
+    twice as many. stages: steps of weights and x under way through shared memory; 1: none, a warp waits for its loads
+    while others work. registers: the most a thread may take, 0 for what the assembler likes.
     """
 
     rows: int
@@ -81,6 +86,8 @@ class Tile:
 
 
 NARROW = Tile(16, 8)
+CAPPED = Tile(16, 8, registers=72)
+"""All programs of a product cut for `SEGMENT_PROGRAMS` are at work at once where a thread takes so few registers."""
 NARROW_TILES = (NARROW, Tile(16, 16), Tile(16, 32), Tile(16, 64))
 """Tiles for up to 8, 16, 32 and more input rows where the wide form may not serve."""
 
@@ -90,14 +97,17 @@ SHORT_64, SHORT_128 = Tile(64, 64, 4, True, 3), Tile(64, 128, 4, True, 2)
 SCALED_128 = Tile(128, 128, 8, True, 2)
 """For many rows of formats without sums to keep beside the products' own."""
 E2M1_64 = Tile(128, 64, 4, True, 2)
-INTEGER_8 = Tile(16, 8, registers=72)
-"""All programs of a product cut for `SEGMENT_PROGRAMS` are at work at once where a thread takes so few registers."""
+INTEGER_16 = Tile(32, 16, registers=128)
+"""For 5 to 8 input rows of formats with minima: what they add to a step is paid for twice as many weight rows."""
 INTEGER_32 = Tile(64, 32, 4, True, 1, 128)
 INTEGER_WIDE = {stages: (Tile(64, 64, 4, True, stages), Tile(64, 128, 4, True, stages)) for stages in (1, 2)}
-FLOAT_TILES = (*NARROW_TILES[:2], WIDE_32, WIDE_64, SHORT_64, SHORT_128, E2M1_64, SCALED_128)
-INTEGER_TILES = (INTEGER_8, NARROW_TILES[1], INTEGER_32, *INTEGER_WIDE[1], *INTEGER_WIDE[2])
-TILES = (*FLOAT_TILES, *INTEGER_TILES)
+FLOAT_TILES = (*NARROW_TILES[:2], CAPPED, WIDE_32, WIDE_64, SHORT_64, SHORT_128, E2M1_64, SCALED_128)
+INTEGER_TILES = (CAPPED, NARROW_TILES[1], INTEGER_16, INTEGER_32, *INTEGER_WIDE[1], *INTEGER_WIDE[2])
+TILES = tuple(dict.fromkeys((*FLOAT_TILES, *INTEGER_TILES)))
 """All tiles that are served where the wide form may; a tile never changes a row's bits (tests hold it on a device)."""
+
+EARLY = (WORD_E2M1.value, FLOAT8.value, SIGNED_BYTE.value)
+"""Codes multiplied in bfloat16 whose narrow products were measured to gain from fewer registers and early launches."""
 
 SWEEP = (
     Tile(64, 16, 4, True, 2),
@@ -116,11 +126,13 @@ def choose_tile(num_rows: int, fmt: TileFormat, wide: bool = True) -> Tile:
     columns = num_rows * fmt.columns
     if fmt.integer:
         if columns <= NARROW_TILES[1].columns:
-            return INTEGER_8 if columns <= INTEGER_8.columns else NARROW_TILES[1]
+            return CAPPED if columns <= CAPPED.columns else INTEGER_16 if fmt.minima else NARROW_TILES[1]
         if columns <= INTEGER_32.columns:
             return INTEGER_32
         tiles = INTEGER_WIDE[2 if fmt.code == BYTES.value and fmt.order == CHUNKS.value else 1]
         return tiles[0 if columns <= tiles[0].columns else 1]
+    if columns <= CAPPED.columns and fmt.code in EARLY:
+        return CAPPED
     if not wide or columns <= NARROW_TILES[1].columns:
         return NARROW_TILES[0 if columns <= 8 else 1 if columns <= 16 else 2 if columns <= 32 else 3]
     if columns <= WIDE_32.columns:
@@ -154,12 +166,13 @@ class Prepared:
 def _prepare_integers(x: torch.Tensor, weight: TileWeight, wide: bool, minima: int) -> Prepared:
     fmt = weight.format
     num_rows, width = x.shape
-    planes = torch.empty((2 * num_rows, width), dtype=torch.int8, device=x.device)
+    columns = 2 * num_rows if wide else cdiv(2 * num_rows, 8) * 8
+    planes = torch.empty((columns, width), dtype=torch.int8, device=x.device)
     scale = torch.empty((weight.steps, num_rows), dtype=torch.float32, device=x.device)
     sums = None
     if minima:
-        sums = torch.empty((2, 2 * num_rows, weight.steps, 32), dtype=torch.int8, device=x.device)
-    overlap, options = overlap_options(x.device, _overlap_pays(fmt))
+        sums = torch.empty((2, columns, weight.steps, 32), dtype=torch.int8, device=x.device)
+    overlap, options = overlap_options(x.device, _overlap_pays(fmt, wide))
     integer_rows_kernel[(num_rows, weight.steps)](
         x, planes, scale, or_else(sums, planes), 2 * num_rows, width, weight.steps, x.stride(0),
         ORDER=fmt.order, MINIMA=minima, WIDE=wide, OVERLAP=overlap, num_warps=1, **options,
@@ -204,9 +217,37 @@ def prepare_shared(x: torch.Tensor, weights: Sequence[TileWeight], tiles: Sequen
     return [found[key] for key in keys]
 
 
-def _overlap_pays(fmt: TileFormat) -> bool:
-    """Whether launches that begin before the kernels ahead of them end were measured to be faster for a format."""
-    return fmt.code == WORD_E2M1.value or (fmt.integer and not fmt.grid)
+def _overlap_pays(fmt: TileFormat, wide: bool, grouped: bool = False) -> bool:
+    """Whether launches that begin before the kernels ahead of them end were measured to be faster."""
+    if wide or grouped:
+        return fmt.code == WORD_E2M1.value or (fmt.integer and not fmt.grid)
+    return fmt.integer or fmt.code in EARLY
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where segments of a product meet that run in parallel: counters, and places for sums that are handed over."""
+
+    locks: torch.Tensor
+    slots: torch.Tensor
+
+    @classmethod
+    def on(cls, device: torch.device) -> Meeting:
+        """Counters of their own, places that all products of a device share."""
+        locks = torch.zeros(LOCKS, dtype=torch.int32, device=device)
+        slots = _SLOTS.get(locks.device)
+        if slots is None:
+            slots = torch.full((SLOTS,), ABSENT.value, dtype=torch.int32, device=device)
+            _SLOTS[locks.device] = slots
+        return cls(locks, slots)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the counters."""
+        return self.locks.numel() * 4
+
+
+_SLOTS: weakref.WeakValueDictionary[torch.device, torch.Tensor] = weakref.WeakValueDictionary()
 
 
 @dataclass(slots=True)
@@ -226,7 +267,7 @@ class Grouping:
 def launch(
     weight: TileWeight,
     segments: Segments,
-    locks: torch.Tensor,
+    meeting: Meeting,
     rows: Prepared,
     num_rows: int,
     out: torch.Tensor,
@@ -240,10 +281,10 @@ def launch(
     tiles_n = cdiv(weight.rows, tile.rows)
     tiles = tiles_m * tiles_n
     split = segments.count > 1 and tiles < split_limit(multiprocessors(out.device), tile)
-    work = torch.empty(
-        tiles * segments.count * tile.rows * columns if split else 1, dtype=torch.float32, device=out.device
-    )
-    none = locks
+    size = tiles * segments.count * tile.rows * columns if split else 1
+    handed = split and not tile.wide and size <= SLOTS
+    work = meeting.slots if handed else torch.empty(size, dtype=torch.float32, device=out.device)
+    none = locks = meeting.locks
     low = weight.low if weight.low is not None else none
     lists = (none,) * 4 if grouping is None else (
         grouping.tile_group, grouping.tile_first, grouping.tile_count, grouping.row_ids
@@ -251,23 +292,26 @@ def launch(
     divisor = 1 if grouping is None else grouping.divisor
     groups = tuple(_group_size(plane) for plane in (weight.low, weight.high, weight.words, weight.minima))
     grid = (tiles_m, segments.count if split else 1, tiles_n)
+    meeting_kind = (HANDED if handed else ANNOUNCED).value if split else 0
     form = {
-        "SPLIT": split, "GROUPED": grouping is not None, "WIDE": tile.wide, "BN": tile.rows, "BM": tile.columns,
+        "SPLIT": meeting_kind, "GROUPED": grouping is not None, "WIDE": tile.wide, "BN": tile.rows, "BM": tile.columns,
         "STAGES": tile.stages, "num_warps": tile.warps,
     }  # fmt: skip
+    pays = _overlap_pays(fmt, tile.wide, grouping is not None)
     if tile.registers:
         form["maxnreg"] = tile.registers
     if fmt.integer:
-        overlap, options = overlap_options(out.device, _overlap_pays(fmt))
+        assert rows.scale is not None
+        overlap, options = overlap_options(out.device, pays)
         integer_kernel[grid](
             rows.planes, rows.scale, or_else(rows.sums, none), low, or_else(weight.high, none),
             or_else(weight.minima, none), weight.words, or_else(weight.table, none), out, work, locks, *lists,
-            rows.planes.shape[-2], weight.rows, weight.tiles, out.stride(0), segments.steps, weight.steps,
+            2 * rows.scale.shape[-1], weight.rows, weight.tiles, out.stride(0), segments.steps, weight.steps,
             segments.count, divisor, *groups, **_integer_constants(fmt), OVERLAP=overlap, ASM=not INTERPRETED,
             **form, **options,
         )  # fmt: skip
         return
-    overlap, options = overlap_options(out.device, _overlap_pays(fmt))
+    overlap, options = overlap_options(out.device, pays)
     linear_kernel[grid](
         rows.planes, low, or_else(weight.high, none),
         or_else(weight.words, none), or_else(weight.table, none), or_else(weight.row_scale, none),
@@ -326,11 +370,11 @@ def warp_groups_agree(device: torch.device) -> bool:
     )
     weight = relayout(PackedTensor(BF16, shape, values.bfloat16(), "probe"), device)
     x = torch.randn((rows, shape[1]), generator=random, device=device).mul(2).bfloat16()
-    locks = torch.zeros(LOCKS, dtype=torch.int32, device=device)
+    meeting = Meeting.on(device)
     results: list[torch.Tensor] = []
     for tile in (NARROW, WIDE_32, WIDE_64, SHORT_128):
         out = torch.empty((rows, shape[0]), device=device)
-        launch(weight, Segments(weight.steps, 1), locks, prepare_rows(x, weight, tile.wide), rows, out, tile)
+        launch(weight, Segments(weight.steps, 1), meeting, prepare_rows(x, weight, tile.wide), rows, out, tile)
         results.append(out)
     return all(torch.equal(results[0], other) for other in results[1:])
 
@@ -343,8 +387,8 @@ class TritonLinear:
         self.weight = relayout(part, device)
         self.segments = segments_of(self.weight)
         self.wide = warp_groups_agree(device)
-        self.locks = torch.zeros(LOCKS, dtype=torch.int32, device=device)
-        self.num_bytes = self.weight.num_bytes + self.locks.numel() * 4
+        self.meeting = Meeting.on(device)
+        self.num_bytes = self.weight.num_bytes + self.meeting.num_bytes
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Write x [T, K] times the part into out [T, N]."""
@@ -359,7 +403,7 @@ class TritonLinear:
     def run(self, x: torch.Tensor, out: torch.Tensor, tile: Tile) -> None:
         """The product on a given tile shape; every tile gives the same bits."""
         rows = prepare_rows(x, self.weight, tile.wide)
-        launch(self.weight, self.segments, self.locks, rows, x.shape[0], out, tile)
+        launch(self.weight, self.segments, self.meeting, rows, x.shape[0], out, tile)
 
     def rows(self, token_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Decode weight rows token_ids [T] (clamped to valid ids): [T, K] of `dtype`."""
@@ -367,7 +411,7 @@ class TritonLinear:
         out = torch.empty((token_ids.shape[0], weight.width), dtype=dtype, device=token_ids.device)
         if token_ids.shape[0] == 0:
             return out
-        block, none = 16, self.locks
+        block, none = 16, self.meeting.locks
         if weight.format.integer:
             integer_embedding_kernel[(cdiv(token_ids.shape[0], block), weight.steps)](
                 token_ids, weight.low, or_else(weight.high, none), or_else(weight.minima, none), weight.words,
@@ -400,7 +444,7 @@ class TritonProducts:
         start = 0
         for part, tile, rows in zip(self.parts, tiles, prepare_shared(x, weights, tiles), strict=True):
             stop = start + part.weight.rows
-            launch(part.weight, part.segments, part.locks, rows, x.shape[0], out[:, start:stop], tile)
+            launch(part.weight, part.segments, part.meeting, rows, x.shape[0], out[:, start:stop], tile)
             start = stop
         if self.bias is not None:
             out += self.bias

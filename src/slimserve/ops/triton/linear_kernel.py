@@ -2,9 +2,10 @@
 
 A program owns BN weight rows and BM input rows and walks K in steps, in order. K is cut into segments whose length is
 a function of (N, K, format) alone. Each segment has its own float32 accumulator; segments are added in order, either
-by the program that walked them all, or, where segments run in parallel, by the last of them to finish, which reads
-the others' stored sums. Products are tensor-core products of sixteen elements at a time with the weights as left
-operand, held in registers from load to product (`tiles.from_fragment`).
+by the program that walked them all, or, where segments run in parallel, by one of them, which reads the others' stored
+sums: the last to finish, or, in the narrow form, the last in order, which waits for the others (`take_over`). Products
+are tensor-core products of sixteen elements at a time with the weights as left operand, held in registers from load to
+product (`tiles.from_fragment`).
 
 Two forms. Narrow (few rows): a program is one warp; nothing passes through shared memory, no barrier is met. Wide: a
 program is one or more groups of four warps, x (laid out for it by `prepare_rows`) comes through shared memory, and
@@ -40,6 +41,12 @@ from slimserve.ops.triton.tiles import (
 )
 from slimserve.ops.triton.tiles_grid import grid_tile
 
+ANNOUNCED, HANDED = tl.constexpr(1), tl.constexpr(2)
+"""How segments that run in parallel meet: the last to announce itself adds up, or the last in order (`take_over`)."""
+
+ABSENT = tl.constexpr(-1)
+MOST_TRIES = tl.constexpr(1 << 20)
+
 
 @triton.jit
 def load_step(
@@ -67,16 +74,6 @@ def load_step(
     if CODE != GRID:
         words = load_words(words_ptr, step, held, rows, WORDS, T)
     return low, high, words
-
-
-@triton.jit
-def _prefetch(ptr, step, tile, tiles, COUNT: tl.constexpr):
-    """Ask the second-level cache for the fragments of a step, a line of 128 bytes each."""
-    base = ptr + (tl.cast(step, tl.int64) * tiles + tile)[:, None] * (COUNT * 256)
-    at = base + (tl.arange(0, COUNT * 4) * 64)[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit
@@ -238,6 +235,68 @@ def sum_segments(ptr, stride, num_segments, mask, total, UNROLL: tl.constexpr):
     return total
 
 
+@triton.jit
+def hand_over(ptr, total):
+    """Store sums where `take_over` waits for them. They announce themselves: no sum is ABSENT, a NaN."""
+    bits = total.to(tl.int32, bitcast=True)
+    tl.store(ptr, tl.where(bits == ABSENT, 0x7FFFFFFF, bits), cache_modifier=".cg")
+
+
+@triton.jit
+def take_over(ptr, stride, count, last, UNROLL: tl.constexpr):
+    """The sums of `count` segments in order and `last` after them, as soon as all are stored; places are ABSENT again.
+
+    Programs start in the order of their numbers, and the one that waits is the last of its tile's, so those it waits
+    for are at work. Should one not come, sums are NaN after a while: a kernel must end.
+    """
+    total = tl.zeros_like(last)
+    for first in range(0, count, UNROLL):
+        found = total
+        tries = 0
+        while tries < MOST_TRIES:
+            found = total
+            absent = tl.zeros(last.shape, tl.int32)
+            for i in tl.static_range(UNROLL):
+                # Beyond the last segment zero is added, which changes no bit of a sum that began with zero.
+                bits = tl.load(ptr + tl.minimum(first + i, count - 1) * stride, volatile=True)
+                absent = absent | (bits == ABSENT).to(tl.int32)
+                found += tl.where(first + i < count, bits.to(tl.float32, bitcast=True), 0.0)
+            tries = tl.where(tl.max(tl.ravel(absent), axis=0) > 0, tries + 1, MOST_TRIES)
+        total = found
+        for i in tl.static_range(UNROLL):
+            tl.store(ptr + tl.minimum(first + i, count - 1) * stride, tl.full(last.shape, ABSENT, tl.int32))
+    return total + last
+
+
+@triton.jit
+def store_segment(ptr, lock_ptr, stride, segment, num_segments, total, mask, SPLIT: tl.constexpr):
+    """Store a segment's sums where its tile's others look; whether another program adds them up."""
+    if SPLIT == HANDED:
+        other = segment < num_segments - 1
+        if other:
+            hand_over(ptr + segment * stride, total)
+    else:
+        tl.store(ptr + segment * stride, total, mask=mask)
+        # Every thread's store is done before one thread announces it; the last to announce sees all of them.
+        tl.debug_barrier()
+        other = tl.atomic_add(lock_ptr, 1, sem="acq_rel") != num_segments - 1
+    return other
+
+
+@triton.jit
+def add_segments(
+    ptr, lock_ptr, stride, num_segments, last, mask, SPLIT: tl.constexpr, UNROLL: tl.constexpr, TAKEN: tl.constexpr
+):
+    """The sums of all segments of a tile, of which `last` is this program's; UNROLL, TAKEN: read at a time."""
+    if SPLIT == HANDED:
+        total = take_over(ptr, stride, num_segments - 1, last, TAKEN)
+    else:
+        tl.debug_barrier()
+        total = sum_segments(ptr, stride, num_segments, mask, tl.zeros_like(last), UNROLL)
+        tl.store(lock_ptr, 0)
+    return total
+
+
 @triton.jit(do_not_specialize=["num_x", "segment_steps", "num_steps", "num_segments", "row_divisor", "tiles"])
 def linear_kernel(
     x_ptr, c0_ptr, c1_ptr, words_ptr, table_ptr, row_scale_ptr, block_scale_ptr, out_ptr,
@@ -296,9 +355,7 @@ def linear_kernel(
     if SPLIT:
         first_segment = tl.program_id(1)
         last_segment = first_segment + 1
-    if OVERLAP and not GROUPED:
-        if CODE != PLAIN and CODE != GRID:
-            _prefetch(c0_ptr, first_segment * segment_steps, tile, tiles, STEP * LOW_BITS // 256)
+    if OVERLAP and not GROUPED and BM > 8:
         cuda.gdc_wait()
     for segment in range(first_segment, last_segment):
         acc = tl.zeros((BN, BM), tl.float32)
@@ -309,6 +366,10 @@ def linear_kernel(
                 c0_ptr, c1_ptr, words_ptr, step, tile, tiles, held, rows, width,
                 CODE, KD, STEP, LOW_BITS, HIGH_BITS, WORDS, T,
             )  # fmt: skip
+            if OVERLAP and not GROUPED and BM <= 8:  # noqa: SIM102 (this is decided when compiling)
+                # The first weights are under way by now.
+                if step == first_step:
+                    cuda.gdc_wait()
             acc = _multiply_step(
                 low, high, words, x_ptr, c0_ptr, words_ptr, table_ptr, block_scale_ptr, step, n,
                 held, m, rows, tiles, width, x_width, num_x, num_steps, acc,
@@ -321,15 +382,11 @@ def linear_kernel(
         SIZE: tl.constexpr = BN * BM
         work_ptr += (tl.arange(0, BM) * BN)[None, :] + tl.arange(0, BN)[:, None]
         work_ptr += at * num_segments * SIZE
-        tl.store(work_ptr + first_segment * SIZE, total, mask=live_m[None, :])
-        # Every thread's store is done before one thread announces it; the last to announce sees all of them.
-        tl.debug_barrier()
-        arrived = tl.atomic_add(lock_ptr + at, 1, sem="acq_rel")
-        if arrived != num_segments - 1:
+        mask = live_m[None, :]
+        if store_segment(work_ptr, lock_ptr + at, SIZE, first_segment, num_segments, total, mask, SPLIT):
             return
-        tl.debug_barrier()
-        total = sum_segments(work_ptr, SIZE, num_segments, live_m[None, :], tl.zeros((BN, BM), tl.float32), UNROLL)
-        tl.store(lock_ptr + at, 0)
+        TAKEN: tl.constexpr = 4 if BM <= 8 else 2
+        total = add_segments(work_ptr, lock_ptr + at, SIZE, num_segments, total, mask, SPLIT, UNROLL, TAKEN)
     if ROW_SCALE:
         total = total * tl.load(row_scale_ptr + n)[:, None]
     place = out_row.to(tl.int64)[None, :] * stride_out + n[:, None]

@@ -80,7 +80,8 @@ def load_operands(ptr, m, width, first, x_end, BM: tl.constexpr, KD: tl.constexp
         if TAIL:
             x = tl.load(at, mask=k < x_end, other=0.0)
         else:
-            x = tl.load(at)
+            # Weights pass through the first-level cache; what all programs read again should stay in it.
+            x = tl.load(at, eviction_policy="evict_last")
         if PART == 4:
             held = tl.permute(tl.reshape(x, (4, BM, 2, 2)), (2, 0, 3, 1))
             found = found + (tl.reshape(held, (16, BM)),)
