@@ -78,7 +78,8 @@ def test_terms_add_up_to_the_engines_own_split(name: str, context: int, sequence
     result = plan(name, context, sequences)
     assert result.fits and result.cache is not None
     model = description(name)
-    weights = sum(t.num_bytes for t in result.terms if t.name.startswith(("weights.", "drafter.")))
+    held = [t for t in result.terms if t.name.startswith(("weights.", "drafter.")) and t.name != "weights.locks"]
+    weights = sum(t.num_bytes for t in held)
     # On a device, matrices are held in their kernels' layout: a little more than stored, more so where they are small.
     print(f"{name}: {weights / model.weight_bytes:.3f} times the stored bytes")
     assert model.weight_bytes <= weights < (1.15 if model.weight_bytes < 100e6 else 1.12) * model.weight_bytes

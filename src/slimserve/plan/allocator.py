@@ -89,6 +89,13 @@ class Allocator:
                 held.remove(entry)
                 self.reserved[0] -= entry[0]
 
+    def fork(self) -> Allocator:
+        """An allocator with the same free blocks, on which more can be allocated without touching this one."""
+        other = Allocator(self.allocated, dict(self.reserved), self.peak, self.pool, _count=self._count)
+        for key, held in self._free.items():
+            other._free[key] = [(size, number, Block(size, block.small, block.pool)) for size, number, block in held]
+        return other
+
     def _keep(self, block: Block) -> None:
         self._count += 1
         bisect.insort(self._free.setdefault((block.pool, block.small), []), (block.size, self._count, block))

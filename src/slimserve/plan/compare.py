@@ -32,12 +32,13 @@ def compare(plan: MemoryPlan, measured: Mapping[str, int]) -> tuple[Comparison, 
     """Compare a plan with measured bytes.
 
     `measured` maps term names or groups (weights, cache, runtime, working, inputs, graphs, allocator) to bytes; a
-    term's own measurement wins over its group's. The last entry is the total of what was measured in full.
+    term's own measurement wins over its group's. What caches leave of their budget is never allocated: it does not
+    count. The last entry is the total of what was measured in full.
     """
     rows = []
     groups: dict[str, int] = {}
     for term in plan.terms:
-        if term.name == "reserve" or term.device != plan.memory.label:
+        if term.name == "reserve" or term.name.endswith(".unused") or term.device != plan.memory.label:
             continue
         if term.name in measured:
             rows.append(_row(term.name, term.num_bytes, measured[term.name]))

@@ -75,8 +75,9 @@ class Weight:
 class Description:
     """A model as the plan sees it.
 
-    `per_token_width`: elements that a token's activations hold at the widest point of a layer, and `product_width`
-    beside its products, estimated from the parameter table. `experts_per_token` of `num_experts` are routed to.
+    `per_token_width`: elements that a token's activations hold at the widest point of a layer, `product_width` beside
+    its products, and `routed_width` beside the last product of routed experts (0 without any), estimated from the
+    parameter table. `experts_per_token` of `num_experts` are routed to.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Description:
     num_layers: int
     per_token_width: int
     product_width: int = 0
+    routed_width: int = 0
     num_kv_heads: int = 1
     num_experts: int = 0
     experts_per_token: int = 0
@@ -231,7 +233,7 @@ def _from_config(
 ) -> Description:
     no_caches: CacheTable = lambda dtype: ()  # noqa: E731
     top_k = int(getattr(config, "top_k", 0))
-    widest, product = _widths(config, weights, top_k)
+    widest, product, routed = _widths(config, weights, top_k)
     return Description(
         name=name,
         architecture=architecture,
@@ -245,6 +247,7 @@ def _from_config(
         num_layers=config.num_layers,
         per_token_width=widest,
         product_width=product,
+        routed_width=routed,
         num_kv_heads=int(getattr(config, "num_kv_heads", 1)),
         num_experts=max((weight.experts for weight in weights), default=0),
         experts_per_token=top_k,
@@ -252,8 +255,9 @@ def _from_config(
     )
 
 
-def _widths(config: ModelConfig, weights: Sequence[Weight], top_k: int) -> tuple[int, int]:
-    """Elements of the activations' size alive per token: at the widest point, and beside the products of a layer.
+def _widths(config: ModelConfig, weights: Sequence[Weight], top_k: int) -> tuple[int, int, int]:
+    """Elements of the activations' size alive per token: at the widest point, beside the products of a layer, and
+    beside the last product of its routed experts.
 
     Residual streams stand beside one of the parts. Feed-forward: gate and up, and their product. Routed experts,
     `top_k` rows per token: both products in float32 (two elements each) and the gated rows. Linear attention: the
@@ -268,10 +272,10 @@ def _widths(config: ModelConfig, weights: Sequence[Weight], top_k: int) -> tuple
     for weight in weights:
         if weight.layer is not None and weight.rows:
             by_layer.setdefault(weight.layer, []).append(weight)
-    product = 0
+    product = experts = 0
     for layer in by_layer.values():
         plain = sorted((weight.rows for weight in layer if not weight.experts), reverse=True)[:2]
         product = max(product, sum(plain) + max(plain, default=0))
         routed = [(2.0 if ".down" in weight.name else 2.5) * weight.rows for weight in layer if weight.experts]
-        widest = max(widest, int(top_k * sum(routed)))
-    return residual + max(widest, product), residual + product
+        experts = max(experts, int(top_k * sum(routed)))
+    return residual + max(widest, product, experts), residual + product, residual + experts if experts else 0

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from slimserve.cache.budget import CacheDemand, cache_bytes, minimum_budget
+from slimserve.cache.budget import CacheDemand, cache_bytes, minimum_budget, plan_cache
 from slimserve.engine.config import Acceptance, DrafterKind, EngineConfig
 from slimserve.engine.speculate import model_drafter, tracking
 from slimserve.models.contract import CacheSpec
 from slimserve.models.dflash2_config import DFlash2Config
 from slimserve.plan.description import Description
+from slimserve.plan.rounding import HeldWeights, hold_weights, rounding_terms
 from slimserve.plan.weights import weight_terms
 from slimserve.plan.working import (
     HOST,
@@ -24,7 +25,6 @@ from slimserve.plan.working import (
     DeviceMemory,
     Term,
     input_bytes,
-    rounding_terms,
     scratch_bytes,
 )
 
@@ -175,9 +175,18 @@ class DrafterMemory:
             return ("the drafter's own model is not planned: name it with --draft-model",)
         return ()
 
-    def rounding_terms(self, target: CacheDemand, memory: DeviceMemory) -> list[Term]:
-        """What the allocator's blocks hold beyond the tensors of its own weights and caches."""
+    def hold_weights(self, memory: DeviceMemory) -> HeldWeights | None:
+        """Its own model's weights as the allocator deals them out; None without one, or where nothing is dealt out."""
         if self.companion is None or memory.kind != "cuda":
+            return None
+        return hold_weights(self.companion, replace(memory, count=1))
+
+    def rounding_terms(self, held: HeldWeights | None, target: CacheDemand, memory: DeviceMemory) -> list[Term]:
+        """What the allocator's blocks hold beyond the tensors of its own weights and caches, these at their least."""
+        if held is None:
             return []
-        weights, rest = rounding_terms(self.companion, self.own, self.demand(target), replace(memory, count=1))
-        return [replace(weights, name=f"drafter.{weights.name}"), replace(rest, name=f"{rest.name}.drafter")]
+        demand = self.demand(target)
+        groups = plan_cache(self.own, demand, minimum_budget(self.own, demand)).groups if self.own else ()
+        *weights, rest = rounding_terms(held, self.own, groups, memory)
+        own = [replace(term, name=f"drafter.{term.name}") for term in weights]
+        return [*own, replace(rest, name=f"{rest.name}.drafter")]

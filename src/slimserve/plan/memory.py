@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from slimserve.cache.budget import CacheDemand, CachePlan, minimum_budget
+from slimserve.cache.budget import CacheDemand, CachePlan, minimum_budget, plan_cache
 from slimserve.engine.config import DrafterKind, EngineConfig, SpeculationConfig
 from slimserve.engine.scheduler import LEAST_PREFILL
 from slimserve.errors import RefusalError
@@ -22,6 +22,7 @@ from slimserve.models.contract import CacheSpec
 from slimserve.plan.caches import GIB, cache_terms, shard, split_memory, tokens_per_gib
 from slimserve.plan.description import DRAFTER, Description
 from slimserve.plan.drafter import DrafterMemory
+from slimserve.plan.rounding import HeldWeights, hold_weights, rounding_terms
 from slimserve.plan.weights import weight_terms
 from slimserve.plan.working import (
     MIB,
@@ -30,7 +31,6 @@ from slimserve.plan.working import (
     attention_terms,
     graph_terms,
     input_bytes,
-    rounding_terms,
     slack_term,
     working_terms,
 )
@@ -217,7 +217,8 @@ def plan_memory(
     """
     kind = DrafterKind.NEXTN if drafter else config.speculation.drafter
     drafting = DrafterMemory(kind, description, companion, config, max_draft)
-    planner = _Planner(description, config, memory, max_draft, drafting)
+    held = hold_weights(description, memory) if memory.kind == "cuda" else None
+    planner = _Planner(description, config, memory, max_draft, drafting, held, drafting.hold_weights(memory))
     result = planner.plan()
     if result.fits or companion is None:
         return result
@@ -227,13 +228,16 @@ def plan_memory(
 
 @dataclass(frozen=True, slots=True)
 class _Planner:
-    """What a plan is made from. `max_draft`: most drafted tokens of a row."""
+    """What a plan is made from. `max_draft`: most drafted tokens of a row. `held`, `drafter_held`: the weights as the
+    allocator deals them out; None where nothing does."""
 
     description: Description
     config: EngineConfig
     memory: DeviceMemory
     max_draft: int
     drafter: DrafterMemory
+    held: HeldWeights | None
+    drafter_held: HeldWeights | None
 
     def plan(self) -> MemoryPlan:
         """See plan_memory."""
@@ -242,10 +246,11 @@ class _Planner:
         longest, budget = description.max_context, config.scheduler.token_budget
         fixed = self.fixed_terms(demand, specs)
         reserve = _reserve(memory)
-        fixed_bytes = sum(term.num_bytes for term in fixed if term.device == memory.label)
-        available = memory.free_bytes - fixed_bytes - reserve
+        available = memory.free_bytes - reserve - sum(t.num_bytes for t in fixed if t.device == memory.label)
         stated = None if config.cache.budget_bytes is None else -(-config.cache.budget_bytes // memory.count)
-        cache, own = split_memory(specs, demand, stated, memory, available, drafter)
+        cache, own = self.split(demand, specs, stated, available)
+        fixed += self.rounding_terms(demand, specs, cache or self.least_plan(demand, specs, stated))
+        fixed_bytes = sum(term.num_bytes for term in fixed if term.device == memory.label)
         terms = [*fixed, *cache_terms("cache", cache, memory.label), *cache_terms("drafter.cache", own, memory.label)]
         terms.append(
             Term("reserve", reserve, memory.label, f"{RESERVE_SHARE[memory.kind]:.0%} of the memory, never planned")
@@ -258,9 +263,11 @@ class _Planner:
             """Whether one longest request fits; tables, stored segments and recorded steps grow with the context."""
             moved = self.moving_bytes(wanted, specs, working) - here
             needed, beside = minimum_budget(specs, wanted), drafter.least_cache(wanted)
-            return needed <= (needed if stated is None else stated) and (
-                max(needed, stated or 0) + beside <= available - moved
-            )
+            if needed > (needed if stated is None else stated):
+                return False
+            rounding = self.rounding_terms(wanted, specs, self.least_plan(wanted, specs, stated))
+            moved += sum(term.num_bytes for term in rounding)
+            return max(needed, stated or 0) + beside <= available - moved
 
         return MemoryPlan(
             terms=tuple(terms),
@@ -290,7 +297,7 @@ class _Planner:
         return (*shard(own, self.description, count), *pooled)
 
     def fixed_terms(self, demand: CacheDemand, specs: Sequence[CacheSpec]) -> list[Term]:
-        """Everything but caches and reserve."""
+        """Everything but caches, what the allocator rounds up, and reserve."""
         description, memory = self.description, self.memory
         label, kind = memory.label, memory.kind
         terms = [Term("runtime", RUNTIME_BYTES[kind], label, "measured: python, torch and the device context")]
@@ -305,10 +312,42 @@ class _Planner:
         terms += [*working, *self.attention_terms(demand, sum(term.num_bytes for term in here))]
         terms += [*self.input_terms(demand, specs), *self.graph_terms(demand)]
         terms.append(slack_term(here, memory))
-        if kind == "cuda":
-            terms += rounding_terms(description, specs, demand, memory)
-            terms += self.drafter.rounding_terms(demand, memory)
         return terms
+
+    def least_plan(self, demand: CacheDemand, specs: Sequence[CacheSpec], stated: int | None) -> CachePlan | None:
+        """Caches that hold one longest request, or what a stated budget gives where it is enough for that."""
+        return plan_cache(specs, demand, max(minimum_budget(specs, demand), stated or 0)) if specs else None
+
+    def split(
+        self, demand: CacheDemand, specs: Sequence[CacheSpec], stated: int | None, available: int
+    ) -> tuple[CachePlan | None, CachePlan | None]:
+        """The caches, and the drafter's own, that fit into `available` bytes with what the allocator rounds up.
+
+        That depends on their counts and jumps from one to the next: caches give way until both fit.
+        """
+        least = self.least_plan(demand, specs, stated)
+        most = available - sum(term.num_bytes for term in self.rounding_terms(demand, specs, least))
+        given = most
+        for _ in range(_SPLITS):
+            cache, own = split_memory(specs, demand, stated, self.memory, given, self.drafter)
+            if cache is None:
+                break
+            taken = cache.budget_bytes + (0 if own is None else own.budget_bytes)
+            over = taken + sum(term.num_bytes for term in self.rounding_terms(demand, specs, cache)) - available
+            if over <= 0:
+                return cache, own
+            given = min(given, taken) - over
+        # What one longest request needs fits if anything does.
+        low = minimum_budget(specs, demand) if stated is None else stated
+        both = low + self.drafter.least_cache(demand)
+        return (None, None) if both > most else split_memory(specs, demand, low, self.memory, both, self.drafter)
+
+    def rounding_terms(self, demand: CacheDemand, specs: Sequence[CacheSpec], cache: CachePlan | None) -> list[Term]:
+        """What the allocator's blocks hold beyond the tensors of weights and of these caches."""
+        if self.held is None:
+            return []
+        own = self.drafter.rounding_terms(self.drafter_held, demand, self.memory)
+        return [*rounding_terms(self.held, specs, () if cache is None else cache.groups, self.memory), *own]
 
     def input_terms(self, demand: CacheDemand, specs: Sequence[CacheSpec]) -> list[Term]:
         """Input buffers of the model's steps and of the drafter's."""
@@ -356,6 +395,9 @@ def _demand(description: Description, config: EngineConfig) -> CacheDemand:
 def _reserve(memory: DeviceMemory) -> int:
     return max(int(RESERVE_SHARE[memory.kind] * memory.total_bytes), RESERVE_LEAST[memory.kind])
 
+
+_SPLITS = 16
+"""Times that caches give way to what the allocator rounds up, before they are planned at their least."""
 
 Fits = Callable[[CacheDemand], bool]
 """Whether one longest request of a demand fits."""

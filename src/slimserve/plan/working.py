@@ -17,13 +17,11 @@ from slimserve.layers.contract import BLOCK_TOKENS
 from slimserve.models.contract import CacheKind, CacheSpec, Role
 from slimserve.ops.held import (
     attention_scratch,
-    held_parts,
     product_scratch,
     scratch_rows,
     spare_bytes,
     widest_attention,
 )
-from slimserve.plan.allocator import Allocator
 from slimserve.plan.description import Description
 
 MIB = 1 << 20
@@ -91,10 +89,9 @@ def working_terms(
         Term("activations", activations, label, f"formula: {tokens} tokens x {width} elements x {item} bytes"),
     ]
     if memory.kind == "cuda":
-        beside = description.product_width * item
-        peak, length = max((length * beside + scratch_bytes(description, length, memory.kind, memory.count), length)
+        peak, length = max((_beside_products(description, length, item, memory), length)
                            for length in _lengths(description, tokens))  # fmt: skip
-        source = f"formula: sums of parallel segments at {length} tokens, beyond the activations"
+        source = f"formula: laid-out rows and sums of parallel segments at {length} tokens, beyond the activations"
         terms.append(Term("scratch", max(0, peak - activations), label, source))
     logits = int(rows * description.vocab_size * 4 * LOGITS_COPIES)
     source = f"{rows} rows x {description.vocab_size} tokens x 4 bytes x {LOGITS_COPIES:g} tables"
@@ -118,26 +115,38 @@ def scored_tables(rows: int, kind: str) -> float:
     return max(SCORED_STEP + (1 + LOGITS_COPIES) * rows, rows + 2.0 * SCORED_STEP)
 
 
-def _products(description: Description) -> set[tuple[str, tuple[int, ...], bool]]:
-    """(format, shape, whether experts) of the matrices of a model."""
+def _beside_products(description: Description, length: int, item: int, memory: DeviceMemory) -> int:
+    """Bytes at the product of a step of `length` tokens that needs most, with what is alive beside it."""
+    found = [
+        length * width * item + scratch_bytes(description, length, memory.kind, memory.count, grouped)
+        for width, grouped in ((description.product_width, False), (description.routed_width, True)) if width
+    ]  # fmt: skip
+    return max(found, default=0)
+
+
+def _products(description: Description) -> set[tuple[str, tuple[int, ...], int, bool]]:
+    """(format, shape, input rows of a token, whether experts) of the matrices of a model: gate and up of all experts
+    read the same row, down reads one of each."""
+    top_k = description.experts_per_token
     return {
-        (w.format, w.shape, bool(w.experts)) for w in description.weights
-        if len(w.shape) > 1 and w.format and w.family != Role.EMBEDDING.value
+        (w.format, w.shape, top_k if w.experts and ".down" in w.name else 1, bool(w.experts))
+        for w in description.weights if len(w.shape) > 1 and w.format and w.family != Role.EMBEDDING.value
     }  # fmt: skip
 
 
 def _lengths(description: Description, tokens: int) -> list[int]:
     """Lengths of a step at which working memory may be largest: the longest, and where products last store sums."""
-    least = [scratch_rows(shape) for _, shape, grouped in _products(description) if not grouped]
+    least = [scratch_rows(shape) for _, shape, _, grouped in _products(description) if not grouped]
     return sorted({tokens, *(length for length in least if length < tokens)})
 
 
-def scratch_bytes(description: Description, rows: int, kind: str, count: int = 1) -> int:
-    """Stored sums of the product that takes most of them, on one of `count` devices; none on a CPU."""
+def scratch_bytes(description: Description, rows: int, kind: str, count: int = 1, experts: bool | None = None) -> int:
+    """Laid-out input rows and stored sums of the product that takes most of them, on one of `count` devices; none on a
+    CPU. `experts`: only of routed experts, or only of other products."""
     if kind != "cuda":
         return 0
-    found = (product_scratch(fmt, shape, rows * (description.experts_per_token if grouped else 1), grouped=grouped)
-             for fmt, shape, grouped in _products(description))  # fmt: skip
+    found = (product_scratch(fmt, shape, rows * inputs, grouped=grouped)
+             for fmt, shape, inputs, grouped in _products(description) if experts in (None, grouped))  # fmt: skip
     return -(-max(found, default=0) // count)
 
 
@@ -215,41 +224,6 @@ def slack_term(working: Sequence[Term], memory: DeviceMemory) -> Term:
         return Term("slack", held, memory.label, f"{SLACK_SHARE:.0%} of working memory, or a floor")
     source = "formula: the block that steps are cut from is so much larger than their peak; small tensors"
     return Term("slack", spare_bytes(needed) + SMALL_BLOCKS, memory.label, source)
-
-
-def rounding_terms(
-    description: Description, specs: Sequence[CacheSpec], demand: CacheDemand, memory: DeviceMemory
-) -> list[Term]:
-    """What the allocator's blocks hold beyond the tensors of weights and caches, dealt out by its rules.
-
-    A block with less than 1 MiB to spare is a tensor's whole (torch counts it so): that is the weights' own. Pages
-    count as large at any context, half a piece each, so that the terms do not move with it.
-    """
-    allocator = Allocator()
-    stored = 0
-    for weight in description.weights:
-        if weight.host:
-            continue
-        whole = (weight.num_bytes,)
-        parts = held_parts(weight.format, weight.shape) or whole if weight.shape and weight.format else whole
-        # A stack of experts is one tensor a part; several devices share each.
-        for size in (-(-part // memory.count) for part in parts):
-            stored += size
-            allocator.allocate(size)
-    weights = allocator.allocated - stored
-    pages = 0
-    for spec in specs:
-        pages += len(spec.layers) * sum(1 for buffer in spec.page if buffer.num_bytes)
-        counted = [(buffer, 2 * demand.max_sequences) for buffer in spec.slot]
-        counted += [(buffer, demand.max_sequences + 1) for buffer in spec.open]
-        for size in (buffer.num_bytes * count for _ in spec.layers for buffer, count in counted):
-            stored += size
-            allocator.allocate(size)
-    rest = sum(allocator.reserved.values()) - stored - weights + pages * ROUNDING // 2
-    return [
-        Term("weights.rounding", weights, memory.label, "allocator's rules: blocks with less than 1 MiB to spare"),
-        Term("rounding", rest, memory.label, "allocator's rules: segments of 20 MiB, or pieces of 2 MiB"),
-    ]
 
 
 def input_bytes(specs: Sequence[CacheSpec], demand: CacheDemand, tokens: int) -> int:

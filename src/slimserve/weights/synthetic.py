@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from math import log, prod, sqrt
 from pathlib import Path
@@ -99,27 +99,37 @@ class SyntheticSource:
         if maker.spec.keep is torch.float32:
             values = _small(maker.spec, maker.transform, maker.shape, bits)
             return PackedTensor(F32, maker.shape, values, name)
+        if device.type == "cuda":
+            # Nothing may be cut out of what the tensors before this one leave: the rest would be filled with weights.
+            torch.cuda.empty_cache()
         spread = 1.0 / sqrt(maker.spec.shape[-1])
         made = random_packed(fmt, maker.shape, spread, bits, scales=maker.rule.scales, name=name)
         if device.type != "cuda":
             return made
-        scales = {part: _apart(scale) for part, scale in made.scales.items()}
-        made = replace(made, data=_apart(made.data), scales=scales)
+        kept = {part: _from_shared(tensor) for part, tensor in {"": made.data, **made.scales}.items()}
+        del made
         torch.cuda.empty_cache()
+        kept = {part: _apart(tensor, device) for part, tensor in kept.items()}
+        return PackedTensor(fmt, maker.shape, kept.pop(""), name, kept)
+
+
+_SHARED_FROM, _SHARED_BELOW = 1 << 20, 20 << 20
+"""torch's CUDA allocator puts tensors of 1 to 10 MiB side by side into segments of 20 MiB, and larger ones into what
+is left of these where they fit."""
+
+
+def _from_shared(made: torch.Tensor) -> torch.Tensor:
+    """A tensor of a size that shares segments on the host, so that none of what it was made in stays taken."""
+    return made.cpu() if _SHARED_FROM < made.numel() * made.element_size() < _SHARED_BELOW else made
+
+
+def _apart(made: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Such a tensor on the device in a segment of its own: what is laid out from it must not lie beside it, or a hole
+    of its size stays among the weights, which those of a file, made on the CPU, do not leave."""
+    if made.device.type == device.type:
         return made
-
-
-_SHARED_BELOW = 10 << 20
-"""torch's CUDA allocator puts tensors of 1 to 10 MiB side by side into one segment."""
-
-
-def _apart(made: torch.Tensor) -> torch.Tensor:
-    """A tensor in a segment of its own: what is laid out from it must not lie beside it, or a hole of its size stays
-    among the weights, which those of a file, made on the CPU, do not leave."""
     size = made.numel() * made.element_size()
-    if not _SHARED_BELOW // 10 < size < _SHARED_BELOW:
-        return made
-    held = torch.empty(_SHARED_BELOW, dtype=torch.uint8, device=made.device)[:size].view(made.dtype).view(made.shape)
+    held = torch.empty(_SHARED_BELOW, dtype=torch.uint8, device=device)[:size].view(made.dtype).view(made.shape)
     return held.copy_(made)
 
 
