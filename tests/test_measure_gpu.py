@@ -45,8 +45,10 @@ def test_every_stage_on_a_tiny_model(name: str, tmp_path: Path, capsys: pytest.C
     bench.prefill(engine)
     bench.check_replies(engine, steps=9, seconds=20.0)
     bench.verify(engine.config, 3)
-    done = longest_requests(engine, 2, 200)
-    assert done["requests"] == 2 and done["context"] == 200
+    done = longest_requests(engine, 5, 200)
+    assert done["requests"] == done["at_once"] == 5 and done["context"] == 200
+    with pytest.raises(RuntimeError, match="at most 5 ran at once"):
+        longest_requests(engine, 6, 200)
     report: dict[str, Any] = json.loads((tmp_path / "report.json").read_text())
     assert report["load"]["weights"] == "synthetic weights"
     assert [row["streams"] for row in report["decode"]] == [4, 2, 1]

@@ -165,8 +165,16 @@ def first_token_seconds(engine: Engine, prompt: list[int]) -> float:
     return time.perf_counter() - started
 
 
-def longest_requests(engine: Engine, count: int, context: int, *, reply: int = 8) -> dict[str, Any]:
-    """`count` requests that fill `context` tokens at the same time; raises RuntimeError where one does not complete."""
+def longest_requests(engine: Engine, count: int, context: int) -> dict[str, Any]:
+    """`count` requests that fill `context` tokens at the same time; raises RuntimeError where one does not complete, or
+    where fewer run together.
+
+    Replies are so long that the first request still decodes when the last one's prompt is done.
+    """
+    budget = engine.config.scheduler.token_budget
+    reply = -(-count * context // max(1, budget - count)) + count + 8
+    if reply >= context:
+        raise RuntimeError(f"{count} prompts of {context} tokens take too many steps of {budget} to run at once")
     vocab_size = engine.model.config.vocab_size
     engine.cache.clear_index()
     for number in range(count):
@@ -185,6 +193,8 @@ def longest_requests(engine: Engine, count: int, context: int, *, reply: int = 8
             produced[output.request_id] = produced.get(output.request_id, 0) + len(output.token_ids)
     if len(produced) != count or set(produced.values()) != {reply}:
         raise RuntimeError(f"of {count} requests of {context} tokens, {len(produced)} completed")
+    if together < count:
+        raise RuntimeError(f"of {count} requests of {context} tokens, at most {together} ran at once")
     preempted = engine.scheduler.counters.num_preemptions
     return {
         "requests": count, "context": context, "seconds": time.perf_counter() - started,
