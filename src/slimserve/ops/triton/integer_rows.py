@@ -29,12 +29,6 @@ def _round(value):
 
 
 @triton.jit
-def _fours(place):
-    """Places [4, 8, 2, 4] whose last four lie side by side: the compiler does not see it."""
-    return tl.multiple_of(tl.max_contiguous(place, (1, 1, 1, 4)), (1, 1, 1, 4))
-
-
-@triton.jit
 def eights(num_x):
     """Eights of columns."""
     return (num_x + 7) // 8
@@ -83,7 +77,7 @@ def integer_rows_kernel(
     chunk = tl.reshape(tl.arange(0, 8), (1, 8, 1, 1))
     half = tl.reshape(tl.arange(0, 2), (1, 1, 2, 1))
     byte = tl.reshape(tl.arange(0, 4), (1, 1, 1, 4))
-    element = _fours(element_at(chunk, t, half, byte, ORDER))
+    element = element_at(chunk, t, half, byte, ORDER)
     x = tl.load(x_ptr + row * stride_x + step * 256 + element).to(tl.float32)
     # Sizes as bits: those of a NaN or an infinity are above all others, so one search finds both.
     top = tl.max(tl.reshape(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, (256,)), axis=0)
@@ -97,11 +91,11 @@ def integer_rows_kernel(
     high = (value - low) >> 8
     if WIDE:
         target = planes_ptr + row * 2 * (num_steps * 256) + step * 256
-        target += _fours(chunk * 32 + half * 16 + t * 4 + byte)
+        target += chunk * 32 + half * 16 + t * 4 + byte
         apart = num_steps * 256
     else:
         target = planes_ptr + tl.cast(step, tl.int64) * eights(num_x) * 2048 + column_place(row * 2)
-        target += _fours(chunk // 2 * 512 + t * 16 + chunk % 2 * 8 + half * 4 + byte)
+        target += chunk // 2 * 512 + t * 16 + chunk % 2 * 8 + half * 4 + byte
         apart = 64
     tl.store(target, high.to(tl.int8))
     tl.store(target + apart, low.to(tl.int8))
