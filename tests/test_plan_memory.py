@@ -73,6 +73,30 @@ def plan(name: str, context: int, sequences: int, memory: DeviceMemory = GPU, **
     return plan_memory(description(name), engine(context, sequences, **cache), memory)
 
 
+@pytest.mark.parametrize("name", ["nano-qwen3_5", "smollm2-135m"])
+def test_more_memory_never_gives_much_less_cache(name: str) -> None:
+    """What the allocator rounds up depends on the caches' counts; looking for them must neither give up nor overshoot.
+
+    Memory may stay idle: tensors of a little more than a third of 20 MiB take a half of it each.
+    """
+    resolved = resolve(name, device="cuda", hardware=pretend(hardware_module.detect(), gpu_memory=8 << 30))
+    most, budgets = 0, []
+    for step in range(60):
+        size = (1900 << 20) + step * (37 << 20) + 12345 * step
+        memory = DeviceMemory("cuda", size, size, 1, "gpu0")
+        result = plan_profile(resolved, memory)
+        assert result.fits and result.cache is not None
+        total = sum(t.num_bytes for t in result.terms if t.device == "gpu0")
+        assert total <= size
+        budgets.append(result.cache.budget_bytes)
+        assert result.cache.budget_bytes >= 0.97 * most, (size, budgets[-2:])
+        most = max(most, result.cache.budget_bytes)
+        idle = size - total
+        print(f"{name} {size >> 20} MiB: caches {result.cache.budget_bytes >> 20} MiB, {idle >> 20} MiB idle")
+        assert result.cache.budget_bytes > 0.6 * (result.cache.budget_bytes + idle) or result.cache.concurrency >= 32
+    assert len(set(budgets)) > 10
+
+
 @pytest.mark.parametrize(("name", "context", "sequences"), SHAPES)
 def test_terms_add_up_to_the_engines_own_split(name: str, context: int, sequences: int) -> None:
     result = plan(name, context, sequences)

@@ -40,7 +40,8 @@ def command(
 ) -> None:
     """Plan memory: a named term for every byte, the longest context, sequences at it, and which pool binds."""
     from slimserve.cli.opening import EngineFlags
-    from slimserve.hardware import detect, parse_bytes, pretend
+    from slimserve.errors import UsageError
+    from slimserve.hardware import DeviceKind, detect, parse_bytes, pretend
     from slimserve.plan.memory import plan_json
     from slimserve.profiles.planning import fitted, plan_profile
     from slimserve.profiles.report import plan_lines
@@ -62,6 +63,10 @@ def command(
         if gpu_memory is not None:
             device, flags["tensor_parallel"] = device or "cuda", gpus
     resolved = resolve(profile, model=model, flags=flags, hardware=machine, platform=platform, device=device)
+    if gpu_memory is not None and resolved.device is not DeviceKind.CUDA:
+        raise UsageError(
+            f"--gpu-memory asks for a CUDA GPU of that size, and {platform or device} is none: leave one of them out"
+        )
     resolved = fitted(given.with_draft_model(resolved)[0])
     plan = plan_profile(resolved)
     if as_json:

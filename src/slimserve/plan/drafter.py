@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from slimserve.cache.budget import CacheDemand, cache_bytes, minimum_budget, plan_cache
+from slimserve.cache.budget import CacheDemand, CachePlan, cache_bytes, minimum_budget, plan_cache
 from slimserve.engine.config import Acceptance, DrafterKind, EngineConfig
 from slimserve.engine.speculate import model_drafter, tracking
 from slimserve.models.contract import CacheSpec
@@ -181,12 +181,16 @@ class DrafterMemory:
             return None
         return hold_weights(self.companion, replace(memory, count=1))
 
-    def rounding_terms(self, held: HeldWeights | None, target: CacheDemand, memory: DeviceMemory) -> list[Term]:
-        """What the allocator's blocks hold beyond the tensors of its own weights and caches, these at their least."""
+    def rounding_terms(
+        self, held: HeldWeights | None, target: CacheDemand, memory: DeviceMemory, own: CachePlan | None
+    ) -> list[Term]:
+        """What the allocator's blocks hold beyond the tensors of its own weights and caches, these at their least where
+        no plan of them is given."""
         if held is None:
             return []
-        demand = self.demand(target)
-        groups = plan_cache(self.own, demand, minimum_budget(self.own, demand)).groups if self.own else ()
-        *weights, rest = rounding_terms(held, self.own, groups, memory)
-        own = [replace(term, name=f"drafter.{term.name}") for term in weights]
-        return [*own, replace(rest, name=f"{rest.name}.drafter")]
+        if own is None and self.own:
+            demand = self.demand(target)
+            own = plan_cache(self.own, demand, minimum_budget(self.own, demand))
+        *weights, rest = rounding_terms(held, self.own, () if own is None else own.groups, memory)
+        named = [replace(term, name=f"drafter.{term.name}") for term in weights]
+        return [*named, replace(rest, name=f"{rest.name}.drafter")]

@@ -185,7 +185,7 @@ class MemoryPlan:
         elif self.fits_plainly and self.drafter_bytes:
             remedy = "--no-spec fits"
         else:
-            remedy = "no context fits here"
+            remedy = f"no context fits here{f' with {self.max_sequences} sequences' if self.max_sequences > 1 else ''}"
         if self.caches_too_small:
             allowed = size(self.stated_bytes or 0)
             return RefusalError(
@@ -220,7 +220,7 @@ def plan_memory(
     held = hold_weights(description, memory) if memory.kind == "cuda" else None
     planner = _Planner(description, config, memory, max_draft, drafting, held, drafting.hold_weights(memory))
     result = planner.plan()
-    if result.fits or companion is None:
+    if result.fits or kind is DrafterKind.NONE:
         return result
     plain = replace(config, speculation=SpeculationConfig())
     return replace(result, fits_plainly=plan_memory(description, plain, memory).fits)
@@ -249,12 +249,11 @@ class _Planner:
         available = memory.free_bytes - reserve - sum(t.num_bytes for t in fixed if t.device == memory.label)
         stated = None if config.cache.budget_bytes is None else -(-config.cache.budget_bytes // memory.count)
         cache, own = self.split(demand, specs, stated, available)
-        fixed += self.rounding_terms(demand, specs, cache or self.least_plan(demand, specs, stated))
+        fixed += self.rounding_terms(demand, specs, cache or self.least_plan(demand, specs, stated), own)
         fixed_bytes = sum(term.num_bytes for term in fixed if term.device == memory.label)
         terms = [*fixed, *cache_terms("cache", cache, memory.label), *cache_terms("drafter.cache", own, memory.label)]
-        terms.append(
-            Term("reserve", reserve, memory.label, f"{RESERVE_SHARE[memory.kind]:.0%} of the memory, never planned")
-        )
+        share = f"{RESERVE_SHARE[memory.kind]:.0%} of the memory, {format_bytes(RESERVE_LEAST[memory.kind])} at least"
+        terms.append(Term("reserve", reserve, memory.label, f"{share}, never planned"))
 
         working = sum(term.num_bytes for term in self.working_terms() if term.device == memory.label)
         here = self.moving_bytes(demand, specs, working)
@@ -318,36 +317,53 @@ class _Planner:
         """Caches that hold one longest request, or what a stated budget gives where it is enough for that."""
         return plan_cache(specs, demand, max(minimum_budget(specs, demand), stated or 0)) if specs else None
 
-    def split(
-        self, demand: CacheDemand, specs: Sequence[CacheSpec], stated: int | None, available: int
-    ) -> tuple[CachePlan | None, CachePlan | None]:
+    def split(self, demand: CacheDemand, specs: Sequence[CacheSpec], stated: int | None, available: int) -> Split:
         """The caches, and the drafter's own, that fit into `available` bytes with what the allocator rounds up.
 
-        That depends on their counts and jumps from one to the next: caches give way until both fit.
+        That depends on their counts, shrinks while they fill a piece of the allocator's and jumps where they need one
+        more: caches give way in growing steps until both fit, then take back half of the last step at a time.
         """
-        least = self.least_plan(demand, specs, stated)
-        most = available - sum(term.num_bytes for term in self.rounding_terms(demand, specs, least))
-        given = most
-        for _ in range(_SPLITS):
+
+        def fitting(given: int) -> Split | None:
             cache, own = split_memory(specs, demand, stated, self.memory, given, self.drafter)
             if cache is None:
-                break
+                return None
             taken = cache.budget_bytes + (0 if own is None else own.budget_bytes)
-            over = taken + sum(term.num_bytes for term in self.rounding_terms(demand, specs, cache)) - available
-            if over <= 0:
-                return cache, own
-            given = min(given, taken) - over
-        # What one longest request needs fits if anything does.
-        low = minimum_budget(specs, demand) if stated is None else stated
-        both = low + self.drafter.least_cache(demand)
-        return (None, None) if both > most else split_memory(specs, demand, low, self.memory, both, self.drafter)
+            rounded = sum(term.num_bytes for term in self.rounding_terms(demand, specs, cache, own))
+            return (cache, own) if taken + rounded <= available else None
 
-    def rounding_terms(self, demand: CacheDemand, specs: Sequence[CacheSpec], cache: CachePlan | None) -> list[Term]:
-        """What the allocator's blocks hold beyond the tensors of weights and of these caches."""
+        least = self.least_plan(demand, specs, stated)
+        most = available - sum(term.num_bytes for term in self.rounding_terms(demand, specs, least))
+        low = (minimum_budget(specs, demand) if stated is None else stated) + self.drafter.least_cache(demand)
+        if low > most:
+            return None, None
+        # What one longest request needs fits if anything does.
+        high, given, found = most, most, fitting(most)
+        step = _LEAST_STEP
+        while found is None and given > low:
+            high, given = given, max(low, most - step)
+            found, step = fitting(given), 2 * step
+        if found is None:
+            low_budget = low - self.drafter.least_cache(demand)
+            return split_memory(specs, demand, low_budget, self.memory, low, self.drafter)
+        while high - given > _LEAST_STEP:
+            middle = (given + high) // 2
+            more = fitting(middle)
+            if more is None:
+                high = middle
+            else:
+                found, given = more, middle
+        return found
+
+    def rounding_terms(
+        self, demand: CacheDemand, specs: Sequence[CacheSpec], cache: CachePlan | None, own: CachePlan | None = None
+    ) -> list[Term]:
+        """What the allocator's blocks hold beyond the tensors of weights and of these caches; own: the drafter's, at
+        their least where they are not given."""
         if self.held is None:
             return []
-        own = self.drafter.rounding_terms(self.drafter_held, demand, self.memory)
-        return [*rounding_terms(self.held, specs, () if cache is None else cache.groups, self.memory), *own]
+        drafter = self.drafter.rounding_terms(self.drafter_held, demand, self.memory, own)
+        return [*rounding_terms(self.held, specs, () if cache is None else cache.groups, self.memory), *drafter]
 
     def input_terms(self, demand: CacheDemand, specs: Sequence[CacheSpec]) -> list[Term]:
         """Input buffers of the model's steps and of the drafter's."""
@@ -396,8 +412,11 @@ def _reserve(memory: DeviceMemory) -> int:
     return max(int(RESERVE_SHARE[memory.kind] * memory.total_bytes), RESERVE_LEAST[memory.kind])
 
 
-_SPLITS = 16
-"""Times that caches give way to what the allocator rounds up, before they are planned at their least."""
+Split = tuple[CachePlan | None, CachePlan | None]
+"""The caches of the model and the drafter's own."""
+
+_LEAST_STEP = 64 << 10
+"""Bytes that are not worth another try to find how much of a device caches can take."""
 
 Fits = Callable[[CacheDemand], bool]
 """Whether one longest request of a demand fits."""

@@ -370,6 +370,15 @@ def _defaults(kind: DeviceKind, description: Description) -> dict[str, Setting]:
     return settings
 
 
+_FLAGS = {
+    "max_context": "--ctx",
+    "max_sequences": "--max-seqs",
+    "num_threads": "--threads",
+    "draft_schedule": "--drafts",
+}
+"""Flags of the command line that are not called as their settings are."""
+
+
 def _apply_flags(settings: dict[str, Setting], flags: Mapping[str, Any]) -> list[str]:
     names = []
     for name, value in flags.items():
@@ -377,7 +386,7 @@ def _apply_flags(settings: dict[str, Setting], flags: Mapping[str, Any]) -> list
             continue
         if name not in SETTINGS:
             raise UsageError(f"there is no setting {name!r}{nearest(name, SETTINGS)}")
-        flag = f"--{name.replace('_', '-')}"
+        flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
         # float32 keys and values exist for parity runs against an oracle; no record may ask for them.
         checked = value if (name, value) == ("kv_dtype", "float32") else check(name, value, flag)
         settings[name] = Setting(name, checked, Origin.FLAG, recorded=settings[name].value)
