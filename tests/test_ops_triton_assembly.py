@@ -75,7 +75,6 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "mul.lo.u32": lambda a, b: (a * b) & MASK,
     "mad.lo.u32": lambda a, b, c: (a * b + c) & MASK,
     "mad.lo.s32": lambda a, b, c: (a * b + c) & MASK,
-    "mad.wide.u32": lambda a, b, c: a * b + c,
     "mov.b32": lambda a: a,
     "mov.u32": lambda a: a,
     "cvt.u64.u32": lambda a: a,

@@ -450,6 +450,14 @@ def test_plan_on_the_command_line_for_a_machine_one_does_not_have(capsys: pytest
     assert json.loads(shown.out)["shortfall_bytes"] > 0
     assert shown.err.strip().count("\n") == 0 and "does not fit" in shown.err
     assert main(["plan", "qwen38-nvfp4-1", "--gpu-memory", "much"]) == 2
+    capsys.readouterr()
+    # A remedy is offered only where it works, an option is never ignored, and flags are called by their names.
+    assert main(["plan", "qwen35-4b", "--gpu-memory", "2GiB", "--drafter", "nextn"]) == 3
+    assert "no context fits here" in capsys.readouterr().err
+    assert main(["plan", "qwen38-q2kxl-1", "--platform", "mi300x", "--gpu-memory", "96GiB"]) == 2
+    assert "mi300x is none" in capsys.readouterr().err
+    assert main(["plan", "smollm2-135m", "--gpu-memory", "8GiB", "--ctx", "63"]) == 2
+    assert "--ctx: " in capsys.readouterr().err
 
 
 def test_plan_on_the_command_line_for_several_gpus_and_for_a_computer(capsys: pytest.CaptureFixture[str]) -> None:

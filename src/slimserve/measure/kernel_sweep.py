@@ -162,6 +162,8 @@ def sweep_shape(
     packed = random_packed(name, shape, device)
     copies = copies_of(TritonLinear(packed, device, NumericsConfig()), max(2, -(-ROTATED_BYTES // packed.num_bytes)))
     tiles = {rows: found for rows, found in tiles_of(name).items() if rows in chosen}
+    if not tiles:
+        return
     inputs = torch.randn(max(tiles), shape[1], device=device).bfloat16()
     for programs in cuts:
         segments = segments_for(copies[0].weight, programs)
@@ -243,6 +245,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--compile", metavar="FORMAT:ROWS", help="only compile these tiles")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
+    if not set(options.rows) <= set(every):
+        parser.error(f"--rows: there are tiles for {', '.join(map(str, every))} rows")
     if not torch.cuda.is_available():
         print("No CUDA device: the sweep needs one.", file=sys.stderr)
         return 3

@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from slimserve.ops.triton.integer_rows import eights
 from slimserve.ops.triton.integers import (
     CHUNKS,
     GRID_BYTES,
@@ -32,6 +31,7 @@ from slimserve.ops.triton.integers import (
     byte_field,
     byte_fields,
     column_place,
+    eights,
     element_at,
     folded,
     from_bytes,

@@ -15,6 +15,7 @@ from slimserve.ops.triton.integers import (
     SIGNED_BYTES,
     UNSIGNED_BYTES,
     column_place,
+    eights,
     element_at,
     grid_values,
     place_at,
@@ -26,12 +27,6 @@ from slimserve.ops.triton.tiles import half_of, row_words
 def _round(value):
     """To the nearest integer, halves to even, below 2^22."""
     return (value + 12582912.0) - 12582912.0
-
-
-@triton.jit
-def eights(num_x):
-    """Eights of columns."""
-    return (num_x + 7) // 8
 
 
 @triton.jit

@@ -83,6 +83,12 @@ def load_bytes(ptr, step, tile, tiles, COUNT: tl.constexpr, POLICY: tl.constexpr
 
 
 @triton.jit
+def eights(num_x):
+    """Eights of columns."""
+    return (num_x + 7) // 8
+
+
+@triton.jit
 def column_place(m):
     """Where column m begins among the blocks of a step: blocks lie [steps, eights of columns, 4, 8 columns, 64]."""
     return m // 8 * 2048 + m % 8 * 64

@@ -154,7 +154,8 @@ def split_limit(processors: int, tile: Tile) -> int:
 @dataclass(slots=True)
 class Prepared:
     """Input rows as a form of a kernel reads them: bfloat16 planes [parts, M, width], or int8 [2 M, width] with scales
-    [steps, M] and, where a format has minima, two digits of group sums [2, 2 M, steps, 32]."""
+    [steps, M] and, where a format has minima, two digits of group sums [2, 2 M, steps, 32]; for the narrow form as many
+    bytes for 2 M rounded up to eights, in the order that `integer_rows_kernel` says."""
 
     planes: torch.Tensor
     parts: int
