@@ -13,6 +13,7 @@ import tiny_synthetic
 import torch
 from history import PlainRecorder
 
+from slimserve.cache.budget import CacheDemand, full_budget
 from slimserve.engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from slimserve.engine.loop import Engine
 from slimserve.measure import gpu_geometry
@@ -61,6 +62,20 @@ def test_every_stage_on_a_tiny_model(name: str, tmp_path: Path, capsys: pytest.C
     assert report["replies"]["least_share_of_distinct_tokens"] > 0.5
     assert report["prefill"]["100"]["tokens_per_second"] > 0
     assert "synthetic weights" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", tiny_synthetic.NAMES)
+def test_caches_planned_for_so_many_longest_requests_run_them_all_at_once(name: str, tmp_path: Path) -> None:
+    bench, roomy = bench_of(name, tmp_path)
+    assert bench.loaded is not None
+    limits = SchedulerConfig(max_sequences=4, max_context=512, token_budget=128)
+    demand = CacheDemand(4, 512, 128, roomy.cache.plan.demand.snapshot_spacing)
+    exact = full_budget(bench.loaded.model.config.caches(torch.bfloat16), demand)
+    config = replace(roomy.config, cache=replace(roomy.config.cache, budget_bytes=exact), scheduler=limits)
+    engine = bench.engine(config, None, "tiny")
+    assert engine.cache.plan.num_blocks == 4 * 512 // 64
+    done = longest_requests(engine, 4, 512)
+    assert done["at_once"] == 4 and done["preemptions"] == 0
 
 
 def test_replies_that_differ_are_named() -> None:

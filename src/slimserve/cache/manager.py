@@ -191,6 +191,14 @@ class CacheManager:
                 return False
         return True
 
+    def may_grow(self, sequence: CacheSequence, num_tokens: int) -> bool:
+        """Whether a sequence that ends with num_tokens tokens will need more units of the groups that keep every block
+        than it holds."""
+        return any(
+            group.chained and group.needed(state, sequence.committed, num_tokens, num_tokens) > 0
+            for group, state in zip(self.groups, sequence.states, strict=True)
+        )
+
     def _anchors(self, num_tokens: int, hit: PrefixHit) -> set[int]:
         """Boundaries of a prefill whose state is worth keeping: where the same prompt, and where one that appends,
         would restart; where this prompt left the index; and every `snapshot_spacing` tokens."""

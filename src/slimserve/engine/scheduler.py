@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from slimserve.cache.contract import PrefixHit
+from slimserve.cache.groups import blocks_of
 from slimserve.cache.manager import CacheManager, Prompt
 from slimserve.engine.config import SchedulerConfig
 from slimserve.engine.job import Job, SchedulerCounters, tokens_of
@@ -320,7 +321,7 @@ class Scheduler:
             return False
         request = job.request
         admission = self._cache.admit(
-            self._prompt_of(job), use_prefix=not self._is_scored(request), headroom=len(self._running)
+            self._prompt_of(job), use_prefix=not self._is_scored(request), headroom=self._headroom(job)
         )
         if admission is None:
             job.refused_at = self._cache.num_releases
@@ -334,6 +335,20 @@ class Scheduler:
         self._waiting.remove(job)
         bisect.insort(self._running, job, key=lambda j: j.order)
         return True
+
+    def _most_tokens(self, request: Request) -> int:
+        """Tokens of prompt and reply when the reply is as long as it may be."""
+        return min(self._cache.max_request_tokens, len(request.prompt_token_ids) + request.max_tokens)
+
+    def _headroom(self, job: Job) -> int:
+        """Pages to leave when `job` is admitted: one for every request, itself included, that may yet need more than it
+        holds. Replies that end in their last page need none: as many requests of the longest length run at once as the
+        caches were planned for."""
+        more = self._most_tokens(job.request) > blocks_of(job.request.num_tokens) * BLOCK_TOKENS
+        return more + sum(
+            other.sequence is not None and self._cache.may_grow(other.sequence, self._most_tokens(other.request))
+            for other in self._running
+        )
 
     def _note_hit(self, request: Request, hit: PrefixHit) -> None:
         if request.num_preemptions:
