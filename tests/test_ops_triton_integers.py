@@ -173,7 +173,7 @@ def test_sums_of_groups(name: str, wide: bool) -> None:
     for step in range(5):
         # Minima of four steps share a byte each (or a half of one): a step's stand in its part of 32 places.
         for group in range(minima):
-            expected[:, step, step % (32 // minima) * minima + group] = planes[:, step, group].sum(dim=-1)
+            expected[:, step, step % (32 // minima) * minima + group] = -planes[:, step, group].sum(dim=-1)
     upper, lower = sums_of(prepared, wide)
     assert lower.min() >= 0
     assert torch.equal(128 * upper + lower, expected)

@@ -325,3 +325,23 @@ def test_nothing_of_the_plan_is_on_a_device() -> None:
     bench.submit("a", 5)
     row = bench.scheduler.plan().rows[0]
     assert not any(isinstance(getattr(row, name), torch.Tensor) for name in row.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(("count", "context"), [(2, 16384), (4, 8192), (32, 4096)])
+def test_as_many_longest_requests_as_the_pages_are_for_run_at_once(count: int, context: int) -> None:
+    bench = Bench(
+        pages=count * context // 64 + 1,
+        max_context=context,
+        max_sequences=count,
+        token_budget=2048,
+        mixed_prefill_budget=1024,
+    )
+    reply = count * context // 1024 + count + 8  # the first still decodes when the last one's prompt is done
+    for number in range(count):
+        bench.submit(f"r{number}", context - reply, reply, ignore_eos=True)
+    together = 0
+    while bench.scheduler.has_work:
+        plan = bench.scheduler.plan()
+        together = max(together, bench.scheduler.num_running)
+        bench.scheduler.commit(plan, draw(plan))
+    assert together == count and bench.scheduler.counters.num_preemptions == 0

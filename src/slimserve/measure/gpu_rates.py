@@ -171,8 +171,10 @@ def longest_requests(engine: Engine, count: int, context: int) -> dict[str, Any]
 
     Replies are so long that the first request still decodes when the last one's prompt is done.
     """
-    budget = engine.config.scheduler.token_budget
-    reply = -(-count * context // max(1, budget - count)) + count + 8
+    scheduler = engine.config.scheduler
+    # The first reply decodes while the other prompts are computed: such steps take fewer prompt tokens.
+    budget = min(scheduler.token_budget - count, scheduler.mixed_prefill_budget)
+    reply = -(-count * context // max(1, budget)) + count + 8
     if reply >= context:
         raise RuntimeError(f"{count} prompts of {context} tokens take too many steps of {budget} to run at once")
     vocab_size = engine.model.config.vocab_size

@@ -30,6 +30,7 @@ from slimserve.ops.triton.integers import (
     by_weight_row,
     byte_field,
     byte_fields,
+    codes_of_step,
     column_place,
     eights,
     element_at,
@@ -48,11 +49,12 @@ from slimserve.ops.triton.integers import (
     scaled_field,
     scaled_sum,
     shared_table,
+    small_sums,
     to_bytes,
     whole_sums,
 )
 from slimserve.ops.triton.linear_kernel import add_segments, store_segment
-from slimserve.ops.triton.tiles import half_of, held_rows, load_words, side_by_side, to_sums
+from slimserve.ops.triton.tiles import half_of, held_rows, load_words, side_by_side, to_sums, words_of_step
 
 
 @triton.jit
@@ -93,7 +95,7 @@ def _dot_minima(
     minima, sums_ptr, step, m, num_x, num_steps,
     MINIMA: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, T: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Minima of a step times group sums of the input: int32 [BN, BM]."""
+    """Minima of a step times group sums of the input, which are stored with their signs turned: int32 [BN, BM]."""
     if MINIMA == 16:
         # Two steps share a byte.
         odd = (step >> 1) & 1
@@ -226,12 +228,15 @@ def _multiply_integers(
             CODE, SCALE, ORDER, LOW_BITS, LOW_AT, HIGH_BITS, HIGH_AT, BM, T, ASM,
         )  # fmt: skip
     unit = half_of(words[0], 0) if MINIMA > 0 else words[0].to(tl.float32, bitcast=True)
-    value = whole_sums(total, BN, HALF) * by_weight_row(unit, BN, HALF)
+    if CODE == SCALED_BYTES:
+        value = small_sums(total, BN, HALF) * by_weight_row(unit, BN, HALF)
+    else:
+        value = whole_sums(total, BN, HALF) * by_weight_row(unit, BN, HALF)
     if MINIMA > 0:
         # Four steps read the same bytes.
-        minima = load_bytes(minima_ptr, step >> 2, tile, tiles, 1, "")
+        minima = load_bytes(minima_ptr + (step >> 2) * (tiles * 512), tile, 1, "")
         least = _dot_minima(minima[0], sums_ptr, step, m, num_x, num_steps, MINIMA, WIDE, BM, T, ASM)
-        value = tl.fma(whole_sums(least, BN, HALF), by_weight_row(-half_of(words[0], 1), BN, HALF), value)
+        value = tl.fma(small_sums(least, BN, HALF), by_weight_row(half_of(words[0], 1), BN, HALF), value)
     scales = tl.load(scale_ptr + tl.cast(step, tl.int64) * (num_x // 2) + input_rows)
     return tl.fma(value, by_input_row(scales, T, HALF), acc)
 
@@ -251,6 +256,9 @@ def integer_kernel(
     T: tl.constexpr = BN // 16
     HALF: tl.constexpr = BM // 2
     UNROLL: tl.constexpr = 8 if HALF <= 8 else 4 if HALF <= 16 else 2
+    # Weights are read once: what all programs read again should stay in the first-level cache. Where a warp's step has
+    # few bytes, saying so costs more (it takes six instructions a step) than it brings.
+    POLICY: tl.constexpr = "evict_first" if WIDE or LOW_BITS + HIGH_BITS > 2 else ""
     tile_m = tl.program_id(0)
     tile_n = tl.program_id(2)
     n = tile_n * BN + tl.arange(0, BN)
@@ -301,16 +309,21 @@ def integer_kernel(
         acc = tl.zeros((BN, HALF), tl.float32)
         first_step = segment * segment_steps
         last_step = tl.minimum(first_step + segment_steps, num_steps)
+        low_step = codes_of_step(c0_ptr, first_step, tiles, LOW_BITS)
+        high_step = codes_of_step(c1_ptr, first_step, tiles, HIGH_BITS)
+        words_step = words_of_step(words_ptr, first_step, rows, WORDS)
         for step in tl.range(first_step, last_step, num_stages=STAGES):
-            low = load_bytes(c0_ptr, step, tile, tiles, LOW_BITS, "evict_first")
+            low = load_bytes(low_step, tile, LOW_BITS, POLICY)
             high = low
             if HIGH_BITS > 0:
-                high = load_bytes(c1_ptr, step, tile, tiles, HIGH_BITS, "evict_first")
-            words = load_words(words_ptr, step, held, rows, WORDS, T)
-            if OVERLAP and not GROUPED and not WIDE:  # noqa: SIM102 (this is decided when compiling)
+                high = load_bytes(high_step, tile, HIGH_BITS, POLICY)
+            words = load_words(words_step, held, rows, WORDS, T)
+            low_step += tiles * (LOW_BITS * 512)
+            high_step += tiles * (HIGH_BITS * 512)
+            words_step += rows * WORDS
+            if OVERLAP and not GROUPED and not WIDE:
                 # The first weights are under way by now.
-                if step == first_step:
-                    cuda.gdc_wait()
+                cuda.gdc_wait()
             acc = _multiply_integers(
                 low, high, words, x_ptr, scale_ptr, sums_ptr, c0_ptr, minima_ptr, table, step, n, m,
                 input_rows, tile, tiles, num_x, num_steps, acc,

@@ -32,13 +32,13 @@ def _round(value):
 @triton.jit
 def _store_sums(sums_ptr, total, row, virtual, num_x, num_steps, step, groups, GROUPS: tl.constexpr,
                 WIDE: tl.constexpr):  # fmt: skip
-    """Group sums of a plane as two digits, total = 128 high + low, at the places of the step's minima: two planes
-    [2 M, steps, 32] for the wide form; for the narrow one blocks of `load_columns`, whose chunks are the digits,
-    [steps, 2 M, 64]."""
+    """Group sums of a plane, their signs turned (minima are taken away), as two digits, 128 high + low, at the places
+    of the step's minima: two planes [2 M, steps, 32] for the wide form; for the narrow one blocks of `load_columns`,
+    whose chunks are the digits, [steps, 2 M, 64]."""
     PARTS: tl.constexpr = 32 // GROUPS
     part = tl.reshape(tl.arange(0, PARTS), (PARTS, 1, 1, 1))
     slot = part * GROUPS + groups
-    value = tl.where(part == step % PARTS, total, 0)
+    value = tl.where(part == step % PARTS, -total, 0)
     column = (row * 2 + virtual).to(tl.int64)
     if WIDE:
         at = (column * num_steps + step) * 32 + slot

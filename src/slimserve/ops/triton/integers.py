@@ -72,9 +72,14 @@ def to_bytes(v, T: tl.constexpr):
 
 
 @triton.jit
-def load_bytes(ptr, step, tile, tiles, COUNT: tl.constexpr, POLICY: tl.constexpr):
-    """COUNT fragments of a step as a tuple of bytes [T, 512]; planes are laid out [steps, tiles, COUNT, 512]."""
-    base = ptr + tl.cast(step, tl.int64) * tiles * (COUNT * 512)
+def codes_of_step(ptr, step, tiles, COUNT: tl.constexpr):
+    """Where a step's codes begin in a plane [steps, tiles, COUNT, 512]."""
+    return ptr + tl.cast(step, tl.int64) * tiles * (COUNT * 512)
+
+
+@triton.jit
+def load_bytes(base, tile, COUNT: tl.constexpr, POLICY: tl.constexpr):
+    """COUNT fragments of the step at base as a tuple of bytes [T, 512]."""
     at = tile[:, None] * (COUNT * 512) + tl.arange(0, 512)[None, :]
     found = ()
     for i in tl.static_range(COUNT):
@@ -99,8 +104,7 @@ def load_columns(ptr, places, BM: tl.constexpr):
     """A block of 64 bytes of columns whose blocks stand at places [BM], sixteen to a thread: the right operands
     [32, BM] of two chunks."""
     inside = tl.arange(0, 4)[:, None, None] * 16 + tl.arange(0, 16)[None, None, :]
-    # Weights pass through the first-level cache; what all programs read again should stay in it.
-    x = tl.load(ptr + places[None, :, None] + inside, eviction_policy="evict_last")
+    x = tl.load(ptr + places[None, :, None] + inside)
     first_chunk, second_chunk = tl.split(tl.permute(tl.reshape(x, (4, BM, 2, 2, 4)), (0, 1, 3, 4, 2)))
     return right_operand(first_chunk, BM), right_operand(second_chunk, BM)
 
@@ -165,6 +169,13 @@ def whole_sums(total, BN: tl.constexpr, HALF: tl.constexpr):
     """Sums [BN, 2 HALF] of upper and lower bytes as float32 sums [BN, HALF] of the integers they are of."""
     upper, lower = tl.split(tl.reshape(total, (BN, HALF, 2)))
     return tl.fma(upper.to(tl.float32), tl.full((BN, HALF), 256.0, tl.float32), lower.to(tl.float32))
+
+
+@triton.jit
+def small_sums(total, BN: tl.constexpr, HALF: tl.constexpr):
+    """`whole_sums` of sums whose whole is below 2^31: rounded once, as there, so the same numbers."""
+    upper, lower = tl.split(tl.reshape(total, (BN, HALF, 2)))
+    return (upper * 256 + lower).to(tl.float32)
 
 
 @triton.jit

@@ -27,6 +27,7 @@ from slimserve.ops.triton.tiles import (
     WORD_E2M1,
     by_row,
     code_tiles,
+    fragments_of_step,
     from_fragment,
     group_factor,
     group_scale,
@@ -38,6 +39,7 @@ from slimserve.ops.triton.tiles import (
     side_by_side,
     to_fragments,
     to_sums,
+    words_of_step,
 )
 from slimserve.ops.triton.tiles_grid import grid_tile
 
@@ -50,7 +52,7 @@ MOST_TRIES = tl.constexpr(1 << 20)
 
 @triton.jit
 def load_step(
-    c0_ptr, c1_ptr, words_ptr, step, tile, tiles, held, rows, width,
+    c0_ptr, low_step, high_step, words_step, step, tile, held, rows, width,
     CODE: tl.constexpr, KD: tl.constexpr, STEP: tl.constexpr, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr,
     WORDS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
@@ -68,11 +70,11 @@ def load_step(
     elif CODE == GRID:
         low = ()
     else:
-        low = load_fragments(c0_ptr, step, tile, tiles, STEP * LOW_BITS // 256)
+        low = load_fragments(low_step, tile, STEP * LOW_BITS // 256)
         if HIGH_BITS > 0:
-            high = load_fragments(c1_ptr, step, tile, tiles, STEP * HIGH_BITS // 256)
+            high = load_fragments(high_step, tile, STEP * HIGH_BITS // 256)
     if CODE != GRID:
-        words = load_words(words_ptr, step, held, rows, WORDS, T)
+        words = load_words(words_step, held, rows, WORDS, T)
     return low, high, words
 
 
@@ -361,15 +363,20 @@ def linear_kernel(
         acc = tl.zeros((BN, BM), tl.float32)
         first_step = segment * segment_steps
         last_step = tl.minimum(first_step + segment_steps, num_steps)
+        low_step = fragments_of_step(c0_ptr, first_step, tiles, STEP * LOW_BITS // 256)
+        high_step = fragments_of_step(c1_ptr, first_step, tiles, STEP * HIGH_BITS // 256)
+        words_step = words_of_step(words_ptr, first_step, rows, WORDS)
         for step in tl.range(first_step, last_step, num_stages=STAGES):
             low, high, words = load_step(
-                c0_ptr, c1_ptr, words_ptr, step, tile, tiles, held, rows, width,
+                c0_ptr, low_step, high_step, words_step, step, tile, held, rows, width,
                 CODE, KD, STEP, LOW_BITS, HIGH_BITS, WORDS, T,
             )  # fmt: skip
-            if OVERLAP and not GROUPED and BM <= 8:  # noqa: SIM102 (this is decided when compiling)
+            low_step += tiles * (STEP * LOW_BITS)
+            high_step += tiles * (STEP * HIGH_BITS)
+            words_step += rows * WORDS
+            if OVERLAP and not GROUPED and BM <= 8:
                 # The first weights are under way by now.
-                if step == first_step:
-                    cuda.gdc_wait()
+                cuda.gdc_wait()
             acc = _multiply_step(
                 low, high, words, x_ptr, c0_ptr, words_ptr, table_ptr, block_scale_ptr, step, n,
                 held, m, rows, tiles, width, x_width, num_x, num_steps, acc,

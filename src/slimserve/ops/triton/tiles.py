@@ -80,8 +80,7 @@ def load_operands(ptr, m, width, first, x_end, BM: tl.constexpr, KD: tl.constexp
         if TAIL:
             x = tl.load(at, mask=k < x_end, other=0.0)
         else:
-            # Weights pass through the first-level cache; what all programs read again should stay in it.
-            x = tl.load(at, eviction_policy="evict_last")
+            x = tl.load(at)
         if PART == 4:
             held = tl.permute(tl.reshape(x, (4, BM, 2, 2)), (2, 0, 3, 1))
             found = found + (tl.reshape(held, (16, BM)),)
@@ -139,9 +138,14 @@ def place_of(k, KD: tl.constexpr):
 
 
 @triton.jit
-def load_fragments(ptr, step, tile, tiles, COUNT: tl.constexpr):
-    """COUNT fragments of a step as a tuple of words [T, 256]; planes are laid out [steps, tiles, COUNT, 256]."""
-    base = ptr + tl.cast(step, tl.int64) * tiles * (COUNT * 256)
+def fragments_of_step(ptr, step, tiles, COUNT: tl.constexpr):
+    """Where a step's fragments begin in a plane [steps, tiles, COUNT, 256]."""
+    return ptr + tl.cast(step, tl.int64) * tiles * (COUNT * 256)
+
+
+@triton.jit
+def load_fragments(base, tile, COUNT: tl.constexpr):
+    """COUNT fragments of the step at base as a tuple of words [T, 256]."""
     at = tile[:, None] * (COUNT * 256) + tl.arange(0, 256)[None, :]
     found = ()
     for i in tl.static_range(COUNT):
@@ -151,9 +155,14 @@ def load_fragments(ptr, step, tile, tiles, COUNT: tl.constexpr):
 
 
 @triton.jit
-def load_words(ptr, step, rows_held, rows, WORDS: tl.constexpr, T: tl.constexpr):
-    """The int32 words of a step as a tuple of [16 T, 4]; words are laid out [steps, blocks (`word_block`)]."""
-    base = ptr + tl.cast(step, tl.int64) * WORDS * rows
+def words_of_step(ptr, step, rows, WORDS: tl.constexpr):
+    """Where a step's words begin; they are laid out [steps, blocks (`word_block`)]."""
+    return ptr + tl.cast(step, tl.int64) * WORDS * rows
+
+
+@triton.jit
+def load_words(base, rows_held, rows, WORDS: tl.constexpr, T: tl.constexpr):
+    """The int32 words of the step at base as a tuple of [16 T, 4]."""
     found = ()
     for w in tl.static_range(WORDS):
         if word_block(w, WORDS)[0] == w:
