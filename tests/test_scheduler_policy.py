@@ -330,7 +330,7 @@ def test_nothing_of_the_plan_is_on_a_device() -> None:
 @pytest.mark.parametrize(("count", "context"), [(2, 16384), (4, 8192), (32, 4096)])
 def test_as_many_longest_requests_as_the_pages_are_for_run_at_once(count: int, context: int) -> None:
     bench = Bench(
-        pages=count * context // 64 + 1,
+        pages=count * context // 64,
         max_context=context,
         max_sequences=count,
         token_budget=2048,
@@ -345,3 +345,14 @@ def test_as_many_longest_requests_as_the_pages_are_for_run_at_once(count: int, c
         together = max(together, bench.scheduler.num_running)
         bench.scheduler.commit(plan, draw(plan))
     assert together == count and bench.scheduler.counters.num_preemptions == 0
+
+
+@pytest.mark.parametrize(("prompt", "reply", "together"), [(60, 5, 2), (64, 1, 2), (64, 0, 2), (60, 6, 1)])
+def test_replies_that_end_in_the_last_page_need_no_other(prompt: int, reply: int, together: int) -> None:
+    bench = Bench(pages=2, max_context=128, prefix_caching=False)
+    for name in ("a", "b"):
+        bench.submit(name, prompt, reply, ignore_eos=True)
+    assert len(bench.plan()) == together
+    for _ in range(30):
+        bench.plan()
+    assert len(bench.ends()) == 2 and bench.scheduler.counters.num_preemptions == 0

@@ -153,8 +153,8 @@ class CacheManager:
     ) -> tuple[CacheSequence, PrefixHit] | None:
         """Start a sequence that will prefill `prompt`, from its stored prefix where `use_prefix` allows.
 
-        Reserves the whole prompt in the groups that keep every block and leaves `headroom` units there for those
-        that run already. None where any group lacks room; nothing has changed then (stored entries aside).
+        Reserves the whole prompt in the groups that keep every block and leaves `headroom` units there for replies that
+        grow. None where any group lacks room; nothing has changed then (stored entries aside).
         """
         path, hit = self._match(prompt) if use_prefix and self.prefix_caching else ([], PrefixHit())
         sequence = CacheSequence(prompt.root, list(prompt.hashes), [], target=prompt.num_tokens)

@@ -336,19 +336,20 @@ class Scheduler:
         bisect.insort(self._running, job, key=lambda j: j.order)
         return True
 
-    def _most_tokens(self, request: Request) -> int:
-        """Tokens of prompt and reply when the reply is as long as it may be."""
-        return min(self._cache.max_request_tokens, len(request.prompt_token_ids) + request.max_tokens)
+    def _most_kept(self, request: Request) -> int:
+        """Tokens whose entries the caches hold at the longest reply's end: its last token is never computed."""
+        return len(request.prompt_token_ids) + max(0, request.max_tokens - 1)
 
     def _headroom(self, job: Job) -> int:
         """Pages to leave when `job` is admitted: one for every request, itself included, that may yet need more than it
-        holds. Replies that end in their last page need none: as many requests of the longest length run at once as the
-        caches were planned for."""
-        more = self._most_tokens(job.request) > blocks_of(job.request.num_tokens) * BLOCK_TOKENS
-        return more + sum(
-            other.sequence is not None and self._cache.may_grow(other.sequence, self._most_tokens(other.request))
+        holds, but never more than requests run. Replies that end in their last page need none: as many requests of the
+        longest length run at once as the caches were planned for."""
+        grows = self._most_kept(job.request) > blocks_of(job.request.num_tokens) * BLOCK_TOKENS
+        growing = sum(
+            other.sequence is not None and self._cache.may_grow(other.sequence, self._most_kept(other.request))
             for other in self._running
         )
+        return min(len(self._running), grows + growing)
 
     def _note_hit(self, request: Request, hit: PrefixHit) -> None:
         if request.num_preemptions:
