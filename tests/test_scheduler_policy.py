@@ -356,3 +356,22 @@ def test_replies_that_end_in_the_last_page_need_no_other(prompt: int, reply: int
     for _ in range(30):
         bench.plan()
     assert len(bench.ends()) == 2 and bench.scheduler.counters.num_preemptions == 0
+
+
+def test_a_request_that_comes_to_fit_is_not_passed_over_until_another_ends() -> None:
+    bench = Bench(pages=8, max_context=512, prefix_caching=False)
+    store = bench.cache.groups[0].store
+    bench.submit("long", 60, 300, ignore_eos=True)
+    bench.plan()
+    held = [store.take() for _ in range(store.available())]  # as a step's drafts and copies of blocks hold them
+    bench.submit("short", 60, 4, ignore_eos=True)
+    def step() -> bool:
+        plan = bench.scheduler.plan()
+        bench.scheduler.commit(plan, draw(plan))
+        return any(row.request.request_id == "short" for row in plan.rows)
+
+    assert not step()
+    for page in held:
+        store.give_back(page)
+    assert sum(not step() for _ in range(20)) < 20 and bench.scheduler.num_waiting == 0
+    assert bench.scheduler.num_running == 1, "it was not admitted while the long reply ran"

@@ -29,6 +29,10 @@ LEAST_PREFILL = 16
 _MOST_LOOKED_AT = 64
 """Waiting requests that one step looks at."""
 
+_RETRY_STEPS = 16
+"""Steps after which a request that did not fit is tried again though none has ended: pages also come free when drafts
+fall and when two prompts turn out to share a block, and fewer are needed when a shared beginning becomes known."""
+
 SCORED_STEP = 64
 """Most tokens of a step whose prompt log probabilities are wanted, of all requests together: each needs a row of
 logits, which is as wide as the vocabulary."""
@@ -316,7 +320,7 @@ class Scheduler:
     def _admit(self, job: Job) -> bool:
         if len(self._running) >= self._config.max_sequences:
             return False
-        if job.refused_at == self._cache.num_releases:
+        if job.refused_at == self._cache.num_releases and job.steps_refused % _RETRY_STEPS:
             job.steps_refused += 1
             return False
         request = job.request
