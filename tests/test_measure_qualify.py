@@ -22,10 +22,10 @@ from slimserve.measure.gates_load import live_beside_plan
 from slimserve.measure.gates_needles import Speech, likely_least, needles, needles_of
 from slimserve.measure.page import evidence_page
 from slimserve.measure.prompts import PromptSource
-from slimserve.measure.qualify import calibrated, qualify, revision, without_places, write_evidence
+from slimserve.measure.qualify import WORDLESS, calibrated, qualify, revision, without_places, write_evidence
 from slimserve.measure.questions import QUESTIONS, task_score
 from slimserve.profiles import evidence as evidence_module
-from slimserve.profiles.evidence import CHANGED, EVIDENCE_FOLDER, Status, load_evidence
+from slimserve.profiles.evidence import CHANGED, EVIDENCE_FOLDER, Status, find_evidence, load_evidence
 from slimserve.profiles.planning import fitted
 from slimserve.profiles.record import NeedleStyle
 from slimserve.profiles.registry import load_catalog
@@ -360,3 +360,20 @@ def test_a_whole_quick_run() -> None:
     result = qualify(replace(profile), quick=True)
     assert result["passed"], [gate for gate in result["gates"] if not gate["passed"]]
     assert {"canary-text", "agreement", "soak", "memory"} <= {gate["name"] for gate in result["gates"]}
+
+
+def test_made_weights_pass_the_gates_without_words_and_support_nothing(tmp_path: Path) -> None:
+    profile = resolve("nano-qwen3_5", device="cpu")
+    found = qualify(profile, weights="synthetic", quick=True)
+    assert found["passed"], [gate for gate in found["gates"] if not gate["passed"]]
+    assert tuple(gate["name"] for gate in found["gates"]) == WORDLESS and found["files"] == []
+    whole = {**found, "settings_hash": profile.config_hash}  # as both boots would leave it
+    data, page = write_evidence(whole, tmp_path)
+    assert data.name == "cpu-synthetic.json"
+    text = page.read_text(encoding="utf-8")
+    assert "cpu with synthetic weights" in text and "slimserve qualify nano-qwen3_5 --weights synthetic" in text
+    loaded = load_evidence("nano-qwen3_5", tmp_path)
+    none, why = find_evidence(loaded, "cpu", profile.config_hash, WORDLESS)
+    assert none is None and why == "no qualification run on this platform"
+    with pytest.raises(UsageError, match="the only value is synthetic"):
+        qualify(profile, weights="random")

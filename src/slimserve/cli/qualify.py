@@ -18,6 +18,9 @@ def command(
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder for the evidence; default the package's own.")
     ] = None,
+    weights: Annotated[
+        str | None, typer.Option("--weights", help="synthetic: made weights; gates of words are left out.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few cases, to see that it works; supports nothing.")] = False,
 ) -> None:
     """Boot a profile as a user would, run its gates, write evidence as JSON and a readable page."""
@@ -25,7 +28,8 @@ def command(
     from slimserve.profiles.evidence import EVIDENCE_FOLDER
     from slimserve.profiles.resolve import resolve
 
-    evidence = qualify(resolve(profile, platform=platform, device=device), quick=quick, say=say)
+    resolved = resolve(profile, platform=platform, device=device)
+    evidence = qualify(resolved, weights=weights, quick=quick, say=say)
     data, page = write_evidence(evidence, out or EVIDENCE_FOLDER)
     speak(f"{data}\n{page}\n")
     failed = [gate["name"] for gate in evidence["gates"] if not gate["passed"]]

@@ -33,6 +33,7 @@ def evidence_page(evidence: Mapping[str, Any]) -> str:
     }
     table = "".join(f"<tr><th>{escape(k)}</th><td>{escape(str(v))}</td></tr>" for k, v in facts.items())
     title = escape(f"{evidence['profile']} on {evidence['platform']}")
+    made = "" if evidence["files"] else " --weights synthetic"
     return (
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{title}</title><style>{_STYLE}</style>"
         f"<h1>{title}: <span class='{verdict[:4]}'>{verdict}</span></h1><table>{table}</table>"
@@ -40,7 +41,7 @@ def evidence_page(evidence: Mapping[str, Any]) -> str:
         "between them, as a share of the larger one; what is called exact was the same to the last bit.</p>"
         f"<table><tr><th>gate</th><th></th><th>what came back</th><th>s</th></tr>{rows}</table>"
         f"{_plots(evidence)}<h2>Memory plan</h2>{_plan(evidence['plan'])}"
-        f"<h2>Again</h2><p><code>slimserve qualify {escape(evidence['profile'])}</code></p></html>\n"
+        f"<h2>Again</h2><p><code>slimserve qualify {escape(evidence['profile'])}{made}</code></p></html>\n"
     )
 
 

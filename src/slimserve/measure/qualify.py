@@ -30,6 +30,7 @@ from slimserve.plan.memory import MemoryPlan, plan_json
 from slimserve.profiles.evidence import CHANGED
 from slimserve.profiles.planning import admit, fitted
 from slimserve.profiles.resolve import Origin, ResolvedProfile
+from slimserve.profiles.synthetic import SYNTHETIC, synthetic_of
 
 Say = Callable[[str], None]
 Gate = Callable[[Trial], GateResult]
@@ -39,14 +40,23 @@ RATE_NOISE = 0.25
 machine on which they differ by more is too busy for its rates to say anything."""
 RATE_NAMES = r"tokens_per_second\..*\.median"
 
+WORDLESS = ("row-independence", "prefix-cache", "concurrency", "bench-exact", "soak", "memory")
+"""Gates that ask nothing of what a model says: those that synthetic weights can pass."""
+MADE = " with synthetic weights"
+"""End of the platform's name in evidence of synthetic weights, which therefore supports no platform."""
 
-def qualify(profile: ResolvedProfile, *, quick: bool = False, say: Say = lambda text: None) -> dict[str, Any]:
+
+def qualify(
+    profile: ResolvedProfile, *, weights: str | None = None, quick: bool = False, say: Say = lambda text: None
+) -> dict[str, Any]:
     """Run every gate of a profile in its recorded configuration; returns the evidence as plain data.
 
     Every gate runs twice, in two boots of the same build: what must be equal is compared to the last bit, and what may
     differ (rates, memory) tells its noise. quick: one boot, fewer cases and passes, to see whether the gates work; such
-    evidence is marked and supports nothing.
+    evidence is marked and supports nothing. weights "synthetic": the gates of WORDLESS on made weights at the profile's
+    real geometry; speed, memory and independence are shown by it, but nothing is supported.
     """
+    made = synthetic_of(profile, weights) is not None
     if profile.record is None or profile.platform is None:
         raise UsageError(f"{profile.name} has no tuned record for this machine; only recorded configurations qualify")
     if profile.invalidated:
@@ -58,14 +68,14 @@ def qualify(profile: ResolvedProfile, *, quick: bool = False, say: Say = lambda 
         )
     _, plan = admit(profile)
     started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    boots = [_boot(profile, plan, quick, say) for _ in range(1 if quick else 2)]
+    boots = [_boot(profile, plan, quick, say, made) for _ in range(1 if quick else 2)]
     results = [calibrated(runs) for runs in zip(*(boot.results for boot in boots), strict=True)]
     for result in results:
         if not result["passed"]:
             say(f"FAIL  {result['name']}: {result['detail']}")
     evidence = {
         "profile": profile.name,
-        "platform": profile.platform.name,
+        "platform": profile.platform.name + (MADE if made else ""),
         "settings_hash": profile.config_hash if not quick else f"quick run of {profile.config_hash}",
         "started": started,
         "boot_seconds": [round(boot.seconds, 2) for boot in boots],
@@ -74,7 +84,7 @@ def qualify(profile: ResolvedProfile, *, quick: bool = False, say: Say = lambda 
         "revision": revision(),
         "settings": {name: setting.value for name, setting in profile.settings.items() if setting.value is not None},
         "asked": {**asdict(profile.record.qualify), "needle_style": profile.record.qualify.needle_style.value},
-        "files": [{"name": f.name, "bytes": f.num_bytes, "sha256": f.sha256} for f in profile.files],
+        "files": [{"name": f.name, "bytes": f.num_bytes, "sha256": f.sha256} for f in profile.files if not made],
         "plan": plan_json(plan),
         "gates": results,
         "passed": all(result["passed"] for result in results),
@@ -93,10 +103,10 @@ class Boot:
     said: tuple[str, ...]
 
 
-def _boot(profile: ResolvedProfile, plan: MemoryPlan, quick: bool, say: Say) -> Boot:
+def _boot(profile: ResolvedProfile, plan: MemoryPlan, quick: bool, say: Say, made: bool) -> Boot:
     free_before = _device_free(profile)
     results: list[GateResult] = []
-    with BootedProfile([profile.name]) as booted:
+    with BootedProfile([profile.name, *(("--weights", SYNTHETIC) if made else ())]) as booted:
         say(f"serving after {booted.boot_seconds:.1f} s")
 
         def live_bytes() -> int:
@@ -106,7 +116,7 @@ def _boot(profile: ResolvedProfile, plan: MemoryPlan, quick: bool, say: Say) -> 
 
         trial = gates.start_trial(booted, profile, live_bytes, quick)
         memory = gates_load.MemoryGate(plan, live_bytes(), profile.device is DeviceKind.CPU)
-        for name, gate in _gates(profile, memory):
+        for name, gate in _gates(profile, memory, made):
             results.append(_run(name, gate, trial))
             say(f"{'pass' if results[-1].passed else 'FAIL'}  {name}: {results[-1].detail}")
         return Boot(booted.boot_seconds, tuple(results), booted.said)
@@ -117,8 +127,8 @@ def _device_free(profile: ResolvedProfile) -> int:
     return 0 if profile.device is DeviceKind.CPU else free_device_memory(0)
 
 
-def _gates(profile: ResolvedProfile, memory: Gate) -> list[tuple[str, Gate]]:
-    """The gates that this model is asked to pass, by name."""
+def _gates(profile: ResolvedProfile, memory: Gate, made: bool = False) -> list[tuple[str, Gate]]:
+    """The gates that this model is asked to pass, by name; made: with synthetic weights."""
     assert profile.record is not None
     known: dict[str, Gate] = {
         "canary-text": gates.canary_text, "canary-thinking": gates.canary_thinking, "canary-tool": gates.canary_tool,
@@ -126,8 +136,8 @@ def _gates(profile: ResolvedProfile, memory: Gate) -> list[tuple[str, Gate]]:
         "prefix-cache": gates.prefix_cache, "concurrency": gates_load.concurrency, "bench-exact": gates_load.bench,
         "task-score": task_score, "soak": gates_load.soak, "memory": memory,
     }  # fmt: skip
-    asked = [(name, known[name]) for name in profile.record.qualify.gates]
-    if gates.load_oracle(profile.name) is not None:
+    asked = [(name, known[name]) for name in profile.record.qualify.gates if not made or name in WORDLESS]
+    if not made and gates.load_oracle(profile.name) is not None:
         asked.insert([name for name, _ in asked].index("likelihood"), ("agreement", gates.agreement))
     return asked
 
@@ -262,7 +272,8 @@ def write_evidence(evidence: dict[str, Any], folder: Path) -> tuple[Path, Path]:
     home = folder / evidence["profile"]
     try:
         home.mkdir(parents=True, exist_ok=True)
-        data, page = home / f"{evidence['platform']}.json", home / f"{evidence['platform']}.html"
+        name = evidence["platform"].replace(MADE, "-synthetic")
+        data, page = home / f"{name}.json", home / f"{name}.html"
         data.write_text(json.dumps(evidence, indent=1) + "\n", encoding="utf-8")
         page.write_text(evidence_page(evidence), encoding="utf-8")
     except OSError as error:
