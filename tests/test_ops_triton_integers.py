@@ -318,21 +318,24 @@ def test_no_sum_that_is_handed_over_looks_absent() -> None:
     assert places.tolist() == [0x7FFFFFFF, *bits[1:]]
 
 
-@pytest.mark.parametrize("name", ["Q4_K", "Q8_0"])
-def test_segments_hand_over_sums_that_are_no_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "width", "times"), [("Q4_K", 2560, 1), ("Q4_K", 3072, 2), ("Q8_0", 2560, 5)])
+def test_segments_hand_over_sums_that_are_no_numbers(
+    name: str, width: int, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(30)
-    weight = random_weight(name, 13, 2560)
+    weight = random_weight(name, 13, width)
     linear, tile = served(weight), kernels.Tile(*NARROW)
     steps = linear.weight.steps
     linear.segments = kernels.Segments(1, steps)
-    assert steps > 9  # more segments than are taken over at a time
-    x = torch.randn(4, 2560).bfloat16()
+    # All at once, and more segments than are taken over at a time.
+    assert -(-(steps - 1) // kernels.taken_at_once(steps - 1, linear.weight.format, tile)) == times
+    x = torch.randn(4, width).bfloat16()
     results = []
     # Clean rows and broken ones, segments side by side; broken ones, one segment after the other.
     for processors, broken in ((1 << 20, False), (1 << 20, True), (0, True)):
         if broken:
             x[0, 5] = x[0, 1400] = math.nan
-            x[2, 2559] = math.nan  # in the segment that takes the others' sums
+            x[2, width - 1] = math.nan  # in the segment that takes the others' sums
             x[3, 700] = torch.tensor(-1, dtype=torch.int16).view(torch.bfloat16)  # a NaN of all ones
         monkeypatch.setattr(kernels, "multiprocessors", lambda device, n=processors: n)
         out = torch.zeros((4, 13), device=DEVICE)
@@ -344,6 +347,14 @@ def test_segments_hand_over_sums_that_are_no_numbers(name: str, monkeypatch: pyt
     for got in (side_by_side, in_order):
         assert got[[0, 2, 3]].isnan().all()
         assert torch.equal(got[1], clean[1])
+
+
+def test_few_segments_are_taken_at_once_and_registers_stay_few() -> None:
+    whole, nibbles = TILE_FORMATS["Q4_K"], TILE_FORMATS["NVFP4"]
+    assert [kernels.taken_at_once(n, nibbles, kernels.CAPPED) for n in (1, 2, 3, 4, 9, 10, 17)] == [2, 2, 4, 4, 9, 9, 9]
+    assert [kernels.taken_at_once(n, nibbles, kernels.NARROW) for n in (2, 9)] == [2, 4]
+    assert [kernels.taken_at_once(n, nibbles, kernels.NARROW_TILES[1]) for n in (2, 9)] == [2, 2]
+    assert [kernels.taken_at_once(n, whole, kernels.NARROW_TILES[1]) for n in (2, 9)] == [2, 9]
 
 
 @pytest.mark.parametrize("name", FORMATS)

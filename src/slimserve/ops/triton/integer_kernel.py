@@ -250,9 +250,10 @@ def integer_kernel(
     CODE: tl.constexpr, SCALE: tl.constexpr, ORDER: tl.constexpr, LOW_BITS: tl.constexpr, LOW_AT: tl.constexpr,
     HIGH_BITS: tl.constexpr, HIGH_AT: tl.constexpr, WORDS: tl.constexpr, MINIMA: tl.constexpr,
     SPLIT: tl.constexpr, GROUPED: tl.constexpr, WIDE: tl.constexpr, OVERLAP: tl.constexpr, ASM: tl.constexpr,
-    BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, TAKEN: tl.constexpr,
 ):  # fmt: skip
-    """See the module. num_x: columns of x, two to an input row; tiles: sixteens of weight rows."""
+    """See the module. num_x: columns of x, two to an input row; tiles: sixteens of weight rows; TAKEN: see
+    `add_segments`."""
     T: tl.constexpr = BN // 16
     HALF: tl.constexpr = BM // 2
     UNROLL: tl.constexpr = 8 if HALF <= 8 else 4 if HALF <= 16 else 2
@@ -339,7 +340,7 @@ def integer_kernel(
         if store_segment(work_ptr, lock_ptr + at, SIZE, first_segment, num_segments, held_total, every, SPLIT):
             return
         total = from_thread(
-            add_segments(work_ptr, lock_ptr + at, SIZE, num_segments, held_total, every, SPLIT, UNROLL, UNROLL), T, HALF
+            add_segments(work_ptr, lock_ptr + at, SIZE, num_segments, held_total, every, SPLIT, UNROLL, TAKEN), T, HALF
         )
     place = out_row.to(tl.int64)[None, :] * stride_out + n[:, None]
     tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=live_m[None, :] & live_n[:, None])

@@ -151,6 +151,13 @@ def split_limit(processors: int, tile: Tile) -> int:
     return min((SPLIT_WARPS_WIDE if tile.wide else SPLIT_WARPS) * processors // tile.warps, LOCKS)
 
 
+def taken_at_once(others: int, fmt: TileFormat, tile: Tile) -> int:
+    """Handed-over sums of `others` segments that are asked for at a time: all where those are few, and few where sums
+    would raise the registers of the whole kernel. Each number is a kernel of its own."""
+    most = 9 if tile.registers or fmt.integer else 4 if tile.columns <= 8 else 2
+    return next((count for count in (2, 4, 9) if others <= count <= most), most)
+
+
 @dataclass(slots=True)
 class Prepared:
     """Input rows as a form of a kernel reads them: bfloat16 planes [parts, M, width], or int8 [2 M, width] with scales
@@ -297,6 +304,7 @@ def launch(
     form = {
         "SPLIT": meeting_kind, "GROUPED": grouping is not None, "WIDE": tile.wide, "BN": tile.rows, "BM": tile.columns,
         "STAGES": tile.stages, "num_warps": tile.warps,
+        "TAKEN": taken_at_once(segments.count - 1, fmt, tile) if handed else 1,
     }  # fmt: skip
     pays = _overlap_pays(fmt, tile.wide, grouping is not None)
     if tile.registers:

@@ -289,7 +289,8 @@ def store_segment(ptr, lock_ptr, stride, segment, num_segments, total, mask, SPL
 def add_segments(
     ptr, lock_ptr, stride, num_segments, last, mask, SPLIT: tl.constexpr, UNROLL: tl.constexpr, TAKEN: tl.constexpr
 ):
-    """The sums of all segments of a tile, of which `last` is this program's; UNROLL, TAKEN: read at a time."""
+    """The sums of all segments of a tile, of which `last` is this program's. UNROLL, and TAKEN where they are handed
+    over: as many are asked for at a time, and each time costs the way to the second-level cache and back."""
     if SPLIT == HANDED:
         total = take_over(ptr, stride, num_segments - 1, last, TAKEN)
     else:
@@ -311,7 +312,7 @@ def linear_kernel(
     GRID_DELTA: tl.constexpr, W_PARTS: tl.constexpr, X_PARTS: tl.constexpr, OFFSETS: tl.constexpr,
     ROW_SCALE: tl.constexpr, BLOCK_SCALE: tl.constexpr, CHAIN: tl.constexpr, TAIL: tl.constexpr,
     SPLIT: tl.constexpr, GROUPED: tl.constexpr, WIDE: tl.constexpr, OVERLAP: tl.constexpr, ASM: tl.constexpr,
-    UPCAST: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+    UPCAST: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, TAKEN: tl.constexpr,
 ):  # fmt: skip
     """See the module. tiles: sixteens of weight rows; x_width: of a row of x.
 
@@ -392,7 +393,6 @@ def linear_kernel(
         mask = live_m[None, :]
         if store_segment(work_ptr, lock_ptr + at, SIZE, first_segment, num_segments, total, mask, SPLIT):
             return
-        TAKEN: tl.constexpr = 4 if BM <= 8 else 2
         total = add_segments(work_ptr, lock_ptr + at, SIZE, num_segments, total, mask, SPLIT, UNROLL, TAKEN)
     if ROW_SCALE:
         total = total * tl.load(row_scale_ptr + n)[:, None]
