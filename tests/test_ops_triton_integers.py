@@ -22,6 +22,7 @@ if not any(mark.name == "skip" for mark in pytestmark):
     import triton
     import triton.language as tl
 
+    from slimserve.measure.kernel_sweep import different_cuts
     from slimserve.ops.triton import integers, relayout
     from slimserve.ops.triton import linear as kernels
     from slimserve.ops.triton.experts import group_rows
@@ -355,6 +356,10 @@ def test_few_segments_are_taken_at_once_and_registers_stay_few() -> None:
     assert [kernels.taken_at_once(n, nibbles, kernels.NARROW) for n in (2, 9)] == [2, 4]
     assert [kernels.taken_at_once(n, nibbles, kernels.NARROW_TILES[1]) for n in (2, 9)] == [2, 2]
     assert [kernels.taken_at_once(n, whole, kernels.NARROW_TILES[1]) for n in (2, 9)] == [2, 9]
+    for steps in (20, 32, 68):  # what a measurement compiles beforehand
+        cuts = different_cuts(steps)
+        assert [kernels.taken_at_once(cut.count - 1, nibbles, kernels.CAPPED) for cut in cuts] == [2, 4, 9]
+        assert all((cut.count - 1) * cut.steps < steps <= cut.count * cut.steps for cut in cuts)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -85,22 +85,29 @@ class Timing:
     failure: str = ""
 
 
+def different_cuts(steps: int) -> list[linear.Segments]:
+    """Cuts of K into few, some and many segments: each has a kernel of its own (`linear.taken_at_once`)."""
+    taken = dict.fromkeys(-(-steps // count) for count in (3, 5, 10))
+    return [linear.Segments(each, -(-steps // each)) for each in taken]
+
+
 def compile_tiles(name: str, rows: int) -> None:
     """Compile what the sweep runs of one format and number of rows, on a small weight."""
     device = torch.device("cuda")
     served = TritonLinear(random_packed(name, (1024, 8192), device), device, NumericsConfig())
-    served.segments = linear.Segments(8, -(-served.weight.steps // 8))
     x = torch.randn(rows, 8192, device=device).bfloat16()
     launching.OVERLAP = True
     tiles = tiles_of(name)
-    for tile in tiles[rows]:
-        try:
-            served.run(x, torch.empty(rows, 1024, device=device), tile)
-        except Exception as error:  # a tile that does not compile is reported where it is timed
-            print(f"{name} {tile}: {str(error)[:200]}", file=sys.stderr)
-    launching.OVERLAP = False
-    served.run(x, torch.empty(rows, 1024, device=device), tiles[rows][0])
-    launching.OVERLAP = True
+    for segments in different_cuts(served.weight.steps):
+        served.segments = segments
+        for tile in tiles[rows]:
+            try:
+                served.run(x, torch.empty(rows, 1024, device=device), tile)
+            except Exception as error:  # a tile that does not compile is reported where it is timed
+                print(f"{name} {tile}: {str(error)[:200]}", file=sys.stderr)
+        launching.OVERLAP = False
+        served.run(x, torch.empty(rows, 1024, device=device), tiles[rows][0])
+        launching.OVERLAP = True
     if rows == min(tiles):
         # What the expected bits come from where so many narrow tiles need no segments in parallel.
         served.segments = linear.Segments(served.weight.steps, 1)

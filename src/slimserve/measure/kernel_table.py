@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from slimserve.measure.kernel_sweep import copies_of
+from slimserve.measure.kernel_sweep import copies_of, different_cuts
 from slimserve.measure.kernels import (
     FORMATS,
     ROTATED_BYTES,
@@ -67,11 +67,13 @@ def compile_one(case: str) -> None:
         measure_experts(gate, down, EXPERT_ROWS, 1.0, experts=16)
         return
     for shape in ((1024, 8192), (17408, 512)):
-        # Segments in parallel and one after the other.
         served = TritonLinear(random_packed(case, shape, device), device, NumericsConfig())
-        for rows in ROWS:
-            x = torch.randn(rows, shape[1], device=device).bfloat16()
-            served(x, torch.empty(rows, shape[0], dtype=torch.bfloat16, device=device))
+        # Segments in parallel and one after the other.
+        for segments in different_cuts(served.weight.steps) if shape[1] > 512 else [served.segments]:
+            served.segments = segments
+            for rows in ROWS:
+                x = torch.randn(rows, shape[1], device=device).bfloat16()
+                served(x, torch.empty(rows, shape[0], dtype=torch.bfloat16, device=device))
     torch.cuda.synchronize()
 
 
