@@ -173,7 +173,8 @@ def whole_sums(total, BN: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def small_sums(total, BN: tl.constexpr, HALF: tl.constexpr):
-    """`whole_sums` of sums whose whole is below 2^31: rounded once, as there, so the same numbers."""
+    """`whole_sums` of sums whose whole is below 2^31 (minima; codes times scales up to 45): rounded once, as there, so
+    the same numbers."""
     upper, lower = tl.split(tl.reshape(total, (BN, HALF, 2)))
     return (upper * 256 + lower).to(tl.float32)
 
