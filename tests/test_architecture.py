@@ -26,9 +26,7 @@ FLOORS = (
     "errors",
 )
 # These ask an architecture for its tables (loader builds a model from them), so they stand above models/.
-ABOVE_ITS_FLOOR = {
-    f"weights/{name}.py": "cache" for name in ("loader", "convert", "synthetic", "synthetic_write")
-}
+ABOVE_ITS_FLOOR = {f"weights/{name}.py": "cache" for name in ("loader", "convert", "synthetic", "synthetic_write")}
 ORACLES = {"transformers", "llama_cpp", "gguf", "openai", "pytest", "hypothesis", "httpx"}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import nano_models
 import pytest
 import tiny_dflash2
+import tiny_synthetic
 import torch
 from fake_device import Allocator, Watch
 
@@ -35,13 +36,15 @@ from slimserve.errors import UsageError
 from slimserve.hardware import Accelerator, DeviceKind, Hardware, format_bytes, parse_bytes, pretend
 from slimserve.models.format_map import FormatRule, parameter_bytes, parse_layers
 from slimserve.plan.compare import compare, comparison_lines
-from slimserve.plan.description import Description, describe_file, describe_source
+from slimserve.plan.description import Description, describe_config, describe_file, describe_source
 from slimserve.plan.floor import distinct_experts, step_floor
 from slimserve.plan.memory import DeviceMemory, MemoryPlan, plan_json, plan_memory
+from slimserve.plan.weights import made_terms, weight_terms
 from slimserve.profiles.planning import admit, fitted, plan_profile
 from slimserve.profiles.registry import find_record
 from slimserve.profiles.resolve import Origin, describe_record, resolve
-from slimserve.weights.loader import LoadedModel, load_model
+from slimserve.weights.loader import LoadedModel, load_model, load_source
+from slimserve.weights.synthetic import lay_out
 
 GIB = 1 << 30
 GPU = DeviceMemory("cuda", 32 * GIB, 32 * GIB)
@@ -401,6 +404,28 @@ def test_weights_in_host_memory_do_not_count_on_the_device() -> None:
 def machine(memory: int, *gpus: int) -> Hardware:
     cards = tuple(Accelerator(i, DeviceKind.CUDA, "some card", size, size) for i, size in enumerate(gpus))
     return Hardware("p", 4, frozenset(), memory, memory, cards)
+
+
+@pytest.mark.parametrize("name", tiny_synthetic.NAMES)
+def test_made_weights_are_planned_as_a_cpu_holds_them(name: str) -> None:
+    model, memory = tiny_synthetic.tiny(name), DeviceMemory("cpu", GIB, GIB)
+    described = describe_config(name, model.config, model.rules, model.present)
+    held = load_source(lay_out(model).source("cpu")).resident_bytes
+    table = sum(term.num_bytes for term in made_terms(described, memory))
+    planned = table + sum(term.num_bytes for term in weight_terms(described, memory))
+    assert planned <= held < planned * 1.04  # panels are filled up, which shows at this size
+    if name == "qwen35-4b":
+        assert table and held - (planned - table) > table
+    assert not made_terms(described, GPU)
+
+
+def test_a_table_in_memory_counts_only_where_weights_are_made() -> None:
+    profile = resolve("qwen35-4b", device="cpu", hardware=pretend(hardware_module.detect(), memory=64 * GIB))
+    read, made = plan_profile(profile), plan_profile(profile, made=True)
+    sizes = {term.name: term.num_bytes for term in made.terms}
+    assert sizes["weights.table"] == sizes["weights.embedding.Q6_K"]
+    assert made.total_bytes - read.total_bytes == sizes["weights.table"]
+    assert admit(profile, made=True)[1].total_bytes == made.total_bytes
 
 
 def test_values_that_nobody_chose_are_lowered_to_fit_and_chosen_ones_are_not() -> None:

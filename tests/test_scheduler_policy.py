@@ -365,6 +365,7 @@ def test_a_request_that_comes_to_fit_is_not_passed_over_until_another_ends() -> 
     bench.plan()
     held = [store.take() for _ in range(store.available())]  # as a step's drafts and copies of blocks hold them
     bench.submit("short", 60, 4, ignore_eos=True)
+
     def step() -> bool:
         plan = bench.scheduler.plan()
         bench.scheduler.commit(plan, draw(plan))

@@ -265,7 +265,7 @@ def step(
     shape = StepShape(counts, context, steps, seconds, trace)
     flags = {"max_sequences": max(counts), "max_context": shape.max_context, "kv_dtype": kv_dtype, "drafter": "none"}
     resolved = resolve(profile, model=model, flags=flags, device=None if device == "auto" else device)
-    config, _ = admit(resolved)
+    config, _ = admit(resolved, made=weights is not None)
     report = measure_step(resolved.name, _engine_settings(resolved, config, weights), resolved.description, shape, say)
     finish(report, step_lines(report), as_json, out)
 

@@ -138,7 +138,7 @@ def open_model(
     alone = {} if serving or flags.max_seqs is not None else {"max_sequences": 1}
     lowered = resolve(profile, model=model, flags={**flags.settings(), **alone}, device=device)
     lowered, draft_model = flags.with_draft_model(lowered)
-    config, plan = admit(lowered)
+    config, plan = admit(lowered, made=weights is not None)
     config = replace(config, speculation=flags.speculation(config.speculation))
     path, text, synthetic = _files_or_made(resolved, weights)
     if draft_model is not None:

@@ -58,7 +58,8 @@ class MemoryProbe:
         drafter = _drafter_bytes(engine)
         if self._device.type != "cuda":
             # Weights stay in the file's mapping and untouched cache pages take nothing yet: both count in full.
-            weights = {"weights": sum(f.num_bytes for f in loaded.memory)}
+            made = bool(loaded.source.identity)
+            weights = {"weights": loaded.resident_bytes if made else sum(f.num_bytes for f in loaded.memory)}
             if companion is not None:
                 weights["drafter.weights"] = sum(f.num_bytes for f in companion.memory)
             return {"runtime": self._marks[0], **weights, "cache": cache, **drafter}

@@ -348,7 +348,7 @@ def measure_profile(name: str, sink: Sink, streams: Sequence[int], steps: int, s
     """All stages of one profile on the CUDA device."""
     resolved = resolve(name, device="cuda")
     memory = memory_for(resolved)
-    config, plan = admit(resolved)
+    config, plan = admit(resolved, made=True)
     record = resolved.record
     assert record is not None and memory is not None
     bench = Bench(name, resolved.description, sink, torch.device("cuda", 0))
@@ -382,7 +382,7 @@ def _stages(bench: Bench, engine: Engine, streams: Sequence[int], steps: int, se
 def measure_shape(name: str, shape: Shape, sink: Sink) -> None:
     """Memory of another configuration, in a process that loads nothing else, and its longest requests."""
     resolved = resolve(name, device="cuda", flags=shape.flags)
-    config, plan = admit(resolved)
+    config, plan = admit(resolved, made=True)
     record = resolved.record
     assert record is not None
     bench = Bench(name, resolved.description, sink, torch.device("cuda", 0))

@@ -61,12 +61,12 @@ def qualify(
         raise UsageError(f"{profile.name} has no tuned record for this machine; only recorded configurations qualify")
     if profile.invalidated:
         raise UsageError(f"{', '.join(profile.invalidated)} changed; only the recorded configuration qualifies")
-    lowered = [s.name for s in fitted(profile).settings.values() if s.origin is Origin.MACHINE]
+    lowered = [s.name for s in fitted(profile, made=made).settings.values() if s.origin is Origin.MACHINE]
     if lowered:
         raise RefusalError(
             f"{profile.name} runs here with less {', '.join(lowered)} only; qualify it on a larger machine"
         )
-    _, plan = admit(profile)
+    _, plan = admit(profile, made=made)
     started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     boots = [_boot(profile, plan, quick, say, made) for _ in range(1 if quick else 2)]
     results = [calibrated(runs) for runs in zip(*(boot.results for boot in boots), strict=True)]

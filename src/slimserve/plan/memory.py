@@ -23,7 +23,7 @@ from slimserve.plan.caches import GIB, cache_terms, shard, split_memory, tokens_
 from slimserve.plan.description import DRAFTER, Description
 from slimserve.plan.drafter import DrafterMemory
 from slimserve.plan.rounding import HeldWeights, hold_weights, rounding_terms
-from slimserve.plan.weights import weight_terms
+from slimserve.plan.weights import made_terms, weight_terms
 from slimserve.plan.working import (
     MIB,
     DeviceMemory,
@@ -209,21 +209,22 @@ def plan_memory(
     max_draft: int = 0,
     drafter: bool = False,
     companion: Description | None = None,
+    made: bool = False,
 ) -> MemoryPlan:
     """Plan a configuration on a device's memory; never raises for what does not fit (see MemoryPlan.fits).
 
     drafter: whether the model's own draft layers run, and so need caches. companion: the model that the drafter of
-    config.speculation brings.
+    config.speculation brings. made: the weights are synthetic, not read from a file.
     """
     kind = DrafterKind.NEXTN if drafter else config.speculation.drafter
     drafting = DrafterMemory(kind, description, companion, config, max_draft)
     held = hold_weights(description, memory) if memory.kind == "cuda" else None
-    planner = _Planner(description, config, memory, max_draft, drafting, held, drafting.hold_weights(memory))
+    planner = _Planner(description, config, memory, max_draft, drafting, held, drafting.hold_weights(memory), made)
     result = planner.plan()
     if result.fits or kind is DrafterKind.NONE:
         return result
     plain = replace(config, speculation=SpeculationConfig())
-    return replace(result, fits_plainly=plan_memory(description, plain, memory).fits)
+    return replace(result, fits_plainly=plan_memory(description, plain, memory, made=made).fits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +239,7 @@ class _Planner:
     drafter: DrafterMemory
     held: HeldWeights | None
     drafter_held: HeldWeights | None
+    made: bool
 
     def plan(self) -> MemoryPlan:
         """See plan_memory."""
@@ -306,6 +308,7 @@ class _Planner:
             held = SERVER_BYTES[kind] + TOKENIZER_BYTES * tokens
             terms.append(Term("server", held, label, source))
         terms += weight_terms(description, memory) + self.drafter.weight_terms(memory)
+        terms += made_terms(description, memory) if self.made else []
         working = self.working_terms()
         here = [term for term in working if term.device == label]
         terms += [*working, *self.attention_terms(demand, sum(term.num_bytes for term in here))]

@@ -36,3 +36,13 @@ def weight_terms(description: Description, memory: DeviceMemory, *, companion: b
         label = HOST if host and memory.kind != "cpu" else memory.label
         terms.append(Term(f"{name}.{fmt}", held, label, f"{words or description.source}{shared}"))
     return terms
+
+
+def made_terms(description: Description, memory: DeviceMemory) -> list[Term]:
+    """What weights that are made, not read, take besides: on a CPU the embedding table of a tied head, which has a form
+    of its own; a file's table stays in its mapping."""
+    tied = not any(weight.family == Role.HEAD.value for weight in description.weights)
+    table = sum(weight.num_bytes for weight in description.weights if weight.family == Role.EMBEDDING.value)
+    if memory.kind != "cpu" or not tied or not table:
+        return []
+    return [Term("weights.table", table, memory.label, "made: a tied head has its own form beside the table")]

@@ -43,8 +43,8 @@ def memory_for(profile: ResolvedProfile) -> DeviceMemory | None:
     return here
 
 
-def plan_profile(profile: ResolvedProfile, memory: DeviceMemory | None = None) -> MemoryPlan:
-    """The plan of a profile; RefusalError where there is no such device to plan for."""
+def plan_profile(profile: ResolvedProfile, memory: DeviceMemory | None = None, *, made: bool = False) -> MemoryPlan:
+    """The plan of a profile, `made`: with synthetic weights; RefusalError where there is no such device to plan for."""
     target = memory or memory_for(profile)
     if target is None:
         raise RefusalError(
@@ -58,10 +58,11 @@ def plan_profile(profile: ResolvedProfile, memory: DeviceMemory | None = None) -
         max_draft=profile.max_draft,
         drafter=profile.value("drafter") == "nextn",
         companion=profile.draft_model,
+        made=made,
     )
 
 
-def fitted(profile: ResolvedProfile, memory: DeviceMemory | None = None) -> ResolvedProfile:
+def fitted(profile: ResolvedProfile, memory: DeviceMemory | None = None, *, made: bool = False) -> ResolvedProfile:
     """The profile with sequences and context lowered as far as this memory asks.
 
     Only values that nobody chose (origin default or model) are lowered; a record's and a flag's stand and may be
@@ -72,7 +73,7 @@ def fitted(profile: ResolvedProfile, memory: DeviceMemory | None = None) -> Reso
     if sequences.origin not in free and context.origin not in free:
         return profile
     try:
-        plan = plan_profile(profile, memory)
+        plan = plan_profile(profile, memory, made=made)
     except RefusalError:
         return profile
     if plan.fits:
@@ -98,14 +99,15 @@ def _lowered(profile: ResolvedProfile, max_sequences: int, max_context: int) -> 
     return replace(profile, settings=settings)
 
 
-def admit(profile: ResolvedProfile) -> tuple[EngineConfig, MemoryPlan]:
+def admit(profile: ResolvedProfile, *, made: bool = False) -> tuple[EngineConfig, MemoryPlan]:
     """The engine's configuration with the cache budgets that the plan decided, and the plan.
 
-    Raises RefusalError (exit code 3) with the numbers where it does not fit or this build cannot run it.
+    made: the weights will be synthetic. Raises RefusalError (exit code 3) with the numbers where it does not fit or
+    this build cannot run it.
     """
-    profile = fitted(profile)
+    profile = fitted(profile, made=made)
     config = profile.engine_config()
-    plan = plan_profile(profile)
+    plan = plan_profile(profile, made=made)
     if plan.cache is None:
         raise plan.refusal(profile.name)
     cache = replace(config.cache, budget_bytes=plan.cache.budget_bytes)
