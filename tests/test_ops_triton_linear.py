@@ -141,6 +141,28 @@ def test_a_row_does_not_depend_on_the_number_of_rows(name: str, monkeypatch: pyt
         assert same(out, results[len(COUNTS) - 1][: out.shape[0]])
 
 
+@pytest.mark.parametrize(
+    ("rows", "steps", "step", "count"),
+    [
+        (17408, 20, 256, 3),  # a segment less would make it half as long again
+        (5120, 68, 256, 9),  # ten would be 3,200 programs
+        (5120, 136, 128, 9),
+        (10240, 20, 256, 5),
+        (2560, 36, 256, 18),
+        (34816, 20, 256, 1),
+        (248320, 20, 256, 1),
+        (896, 19, 256, 7),
+        (16, 1, 256, 1),
+        (256, 2400, 256, 185),
+    ],
+)
+def test_the_cut_keeps_programs_even(rows: int, steps: int, step: int, count: int) -> None:
+    found, tiles = kernels.cut_segments(rows, steps, step).count, -(-rows // 16)
+    assert found == count
+    assert found == 1 or tiles * found <= kernels.SEGMENT_PROGRAMS
+    assert found == 1 or steps * step >= found * kernels.SEGMENT_ELEMENTS
+
+
 @pytest.mark.parametrize("name", ["Q4_K", "Q2_K", "NVFP4", "IQ2_XXS", "Q4_1", "F16"])
 def test_both_forms_of_the_kernel_agree(name: str) -> None:
     torch.manual_seed(8)

@@ -39,7 +39,7 @@ from slimserve.ops.triton.relayout import TileWeight
 
 TILES: dict[int, tuple[Tile, ...]] = {
     1: (linear.CAPPED, linear.NARROW, Tile(32, 8, registers=128)),
-    16: (Tile(16, 16), Tile(64, 16, 4, True, 2)),
+    16: (Tile(16, 16), Tile(16, 16, registers=80), Tile(64, 16, 4, True, 2)),
     32: (linear.WIDE_32, Tile(128, 32, 8, True, 2), Tile(64, 32, 4, True, 3)),
     64: (linear.WIDE_64, linear.SHORT_64, Tile(128, 64, 4, True, 2), Tile(128, 64, 8, True, 3)),
     512: (linear.WIDE_64, linear.SHORT_128, linear.SCALED_128, Tile(256, 64, 16, True, 2)),
@@ -49,7 +49,7 @@ TILES: dict[int, tuple[Tile, ...]] = {
 INTEGER_TILES: dict[int, tuple[Tile, ...]] = {
     1: (linear.CAPPED, linear.NARROW, Tile(32, 8, registers=128)),
     4: (linear.CAPPED, Tile(32, 8, registers=128)),
-    8: (linear.NARROW_TILES[1], linear.INTEGER_16, Tile(64, 16, 4, True, 1)),
+    8: (linear.NARROW_TILES[1], linear.INTEGER_16, Tile(32, 16, registers=168), Tile(16, 16, registers=80)),
     16: (linear.INTEGER_32, Tile(64, 32, 4, True, 2), Tile(16, 32)),
     64: (linear.INTEGER_WIDE[1][1], linear.INTEGER_WIDE[2][1], linear.INTEGER_WIDE[1][0]),
     512: (linear.INTEGER_WIDE[1][1], linear.INTEGER_WIDE[2][1], Tile(128, 128, 8, True, 2)),
@@ -85,10 +85,9 @@ class Timing:
     failure: str = ""
 
 
-def different_cuts(steps: int) -> list[linear.Segments]:
+def different_cuts() -> list[linear.Segments]:
     """Cuts of K into few, some and many segments: each has a kernel of its own (`linear.taken_at_once`)."""
-    taken = dict.fromkeys(-(-steps // count) for count in (3, 5, 10))
-    return [linear.Segments(each, -(-steps // each)) for each in taken]
+    return [linear.Segments(count) for count in (3, 5, 10)]
 
 
 def compile_tiles(name: str, rows: int) -> None:
@@ -98,7 +97,7 @@ def compile_tiles(name: str, rows: int) -> None:
     x = torch.randn(rows, 8192, device=device).bfloat16()
     launching.OVERLAP = True
     tiles = tiles_of(name)
-    for segments in different_cuts(served.weight.steps):
+    for segments in different_cuts():
         served.segments = segments
         for tile in tiles[rows]:
             try:
@@ -110,7 +109,7 @@ def compile_tiles(name: str, rows: int) -> None:
         launching.OVERLAP = True
     if rows == min(tiles):
         # What the expected bits come from where so many narrow tiles need no segments in parallel.
-        served.segments = linear.Segments(served.weight.steps, 1)
+        served.segments = linear.Segments(1)
         served.run(x, torch.empty(rows, 1024, device=device), linear.NARROW)
     torch.cuda.synchronize()
 

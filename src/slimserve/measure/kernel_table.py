@@ -66,10 +66,10 @@ def compile_one(case: str) -> None:
         gate, _, down = case.partition("+")
         measure_experts(gate, down, EXPERT_ROWS, 1.0, experts=16)
         return
-    for shape in ((1024, 8192), (17408, 512)):
+    for shape in ((1024, 8192), (17408 * 3, 512)):
         served = TritonLinear(random_packed(case, shape, device), device, NumericsConfig())
         # Segments in parallel and one after the other.
-        for segments in different_cuts(served.weight.steps) if shape[1] > 512 else [served.segments]:
+        for segments in different_cuts() if shape[1] > 512 else [served.segments]:
             served.segments = segments
             for rows in ROWS:
                 x = torch.randn(rows, shape[1], device=device).bfloat16()

@@ -241,11 +241,11 @@ def _multiply_integers(
     return tl.fma(value, by_input_row(scales, T, HALF), acc)
 
 
-@triton.jit(do_not_specialize=["num_x", "segment_steps", "num_steps", "num_segments", "row_divisor", "tiles"])
+@triton.jit(do_not_specialize=["num_x", "num_steps", "num_segments", "row_divisor", "tiles"])
 def integer_kernel(
     x_ptr, scale_ptr, sums_ptr, c0_ptr, c1_ptr, minima_ptr, words_ptr, table_ptr, out_ptr, work_ptr, lock_ptr,
     tile_group_ptr, tile_first_ptr, tile_count_ptr, row_ids_ptr,
-    num_x, rows, tiles, stride_out, segment_steps, num_steps, num_segments, row_divisor,
+    num_x, rows, tiles, stride_out, num_steps, num_segments, row_divisor,
     c0_group, c1_group, words_group, minima_group,
     CODE: tl.constexpr, SCALE: tl.constexpr, ORDER: tl.constexpr, LOW_BITS: tl.constexpr, LOW_AT: tl.constexpr,
     HIGH_BITS: tl.constexpr, HIGH_AT: tl.constexpr, WORDS: tl.constexpr, MINIMA: tl.constexpr,
@@ -308,8 +308,8 @@ def integer_kernel(
         cuda.gdc_wait()
     for segment in range(first_segment, last_segment):
         acc = tl.zeros((BN, HALF), tl.float32)
-        first_step = segment * segment_steps
-        last_step = tl.minimum(first_step + segment_steps, num_steps)
+        first_step = segment * num_steps // num_segments
+        last_step = (segment + 1) * num_steps // num_segments
         low_step = codes_of_step(c0_ptr, first_step, tiles, LOW_BITS)
         high_step = codes_of_step(c1_ptr, first_step, tiles, HIGH_BITS)
         words_step = words_of_step(words_ptr, first_step, rows, WORDS)

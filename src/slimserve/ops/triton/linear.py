@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -27,6 +28,10 @@ SEGMENT_PROGRAMS = 3300
 multiprocessor of the devices at hand, all of them at work at once. It is a constant, not the device's count, so that
 bits do not move with it."""
 
+EVEN_PROGRAMS, LONGER = 3168, 1.15
+"""Six warps for each of the 528 schedulers of the devices at hand. Where a few programs more would give some of them a
+seventh, there are fewer segments, if none becomes longer by more than this."""
+
 SEGMENT_ELEMENTS = 512
 """The least part of K that a segment covers."""
 
@@ -45,9 +50,8 @@ SPLIT_WARPS, SPLIT_WARPS_WIDE = 24, 12
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """How K is cut: `count` segments of `steps` steps (the last may be shorter)."""
+    """How K is cut: into `count` segments, whose lengths differ by one step at most."""
 
-    steps: int
     count: int
 
 
@@ -59,9 +63,14 @@ def segments_of(weight: TileWeight) -> Segments:
 def cut_segments(rows: int, steps: int, step: int, groups: int = 1) -> Segments:
     """The cut of a stack of `groups` weights of `rows` rows and `steps` steps of `step` elements."""
     tiles = cdiv(rows, TILE_ROWS) * min(groups, ACTIVE_GROUPS)
-    wanted = max(1, min(SEGMENT_PROGRAMS // tiles, steps * step // SEGMENT_ELEMENTS))
-    taken = cdiv(steps, wanted)
-    return Segments(taken, cdiv(steps, taken))
+
+    def fewest(programs: int) -> tuple[int, int]:
+        """The longest segment where programs stay below a number, and as few segments as have that length."""
+        longest = cdiv(steps, max(1, min(programs // tiles, steps * step // SEGMENT_ELEMENTS)))
+        return longest, cdiv(steps, longest)
+
+    (longest, count), (longer, fewer) = fewest(SEGMENT_PROGRAMS), fewest(EVEN_PROGRAMS)
+    return Segments(fewer if groups == 1 and longer <= LONGER * longest else count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +96,10 @@ class Tile:
 
 NARROW = Tile(16, 8)
 CAPPED = Tile(16, 8, registers=72)
-"""All programs of a product cut for `SEGMENT_PROGRAMS` are at work at once where a thread takes so few registers."""
+"""All programs of a product are at work at once where a thread takes so few registers: up to 28 a multiprocessor."""
+EVEN_REGISTERS, EVEN_WARPS = 80, 24
+"""With so many registers instead no more than 24 warps fit a multiprocessor, six to a scheduler: taken where a product
+has no more, since else one may hold 28 and another 20."""
 NARROW_TILES = (NARROW, Tile(16, 16), Tile(16, 32), Tile(16, 64))
 """Tiles for up to 8, 16, 32 and more input rows where the wide form may not serve."""
 
@@ -307,7 +319,9 @@ def launch(
         "TAKEN": taken_at_once(segments.count - 1, fmt, tile) if handed else 1,
     }  # fmt: skip
     pays = _overlap_pays(fmt, tile.wide, grouping is not None)
-    if tile.registers:
+    if tile == CAPPED and prod(grid) <= EVEN_WARPS * multiprocessors(out.device):
+        form["maxnreg"] = EVEN_REGISTERS
+    elif tile.registers:
         form["maxnreg"] = tile.registers
     if fmt.integer:
         assert rows.scale is not None
@@ -315,7 +329,7 @@ def launch(
         integer_kernel[grid](
             rows.planes, rows.scale, or_else(rows.sums, none), low, or_else(weight.high, none),
             or_else(weight.minima, none), weight.words, or_else(weight.table, none), out, work, locks, *lists,
-            2 * rows.scale.shape[-1], weight.rows, weight.tiles, out.stride(0), segments.steps, weight.steps,
+            2 * rows.scale.shape[-1], weight.rows, weight.tiles, out.stride(0), weight.steps,
             segments.count, divisor, *groups, **_integer_constants(fmt), OVERLAP=overlap, ASM=not INTERPRETED,
             **form, **options,
         )  # fmt: skip
@@ -326,7 +340,7 @@ def launch(
         or_else(weight.words, none), or_else(weight.table, none), or_else(weight.row_scale, none),
         or_else(weight.block_scale, none),
         out, work, locks, *lists,
-        rows.planes.shape[-2], weight.rows, weight.tiles, weight.width, rows.width, out.stride(0), segments.steps,
+        rows.planes.shape[-2], weight.rows, weight.tiles, weight.width, rows.width, out.stride(0),
         weight.steps, segments.count, divisor, *groups[:3],
         **_constants(weight), W_PARTS=fmt.weight_parts, X_PARTS=rows.parts, CHAIN=fmt.chained,
         TAIL=rows.width < weight.steps * fmt.step, OVERLAP=overlap, UPCAST=INTERPRETED, **form, **options,
@@ -383,7 +397,7 @@ def warp_groups_agree(device: torch.device) -> bool:
     results: list[torch.Tensor] = []
     for tile in (NARROW, WIDE_32, WIDE_64, SHORT_128):
         out = torch.empty((rows, shape[0]), device=device)
-        launch(weight, Segments(weight.steps, 1), meeting, prepare_rows(x, weight, tile.wide), rows, out, tile)
+        launch(weight, Segments(1), meeting, prepare_rows(x, weight, tile.wide), rows, out, tile)
         results.append(out)
     return all(torch.equal(results[0], other) for other in results[1:])
 

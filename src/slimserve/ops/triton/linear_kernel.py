@@ -1,11 +1,11 @@
 """The matrix product with packed weights in bfloat16, one kernel for many formats and every number of rows.
 
-A program owns BN weight rows and BM input rows and walks K in steps, in order. K is cut into segments whose length is
-a function of (N, K, format) alone. Each segment has its own float32 accumulator; segments are added in order, either
-by the program that walked them all, or, where segments run in parallel, by one of them, which reads the others' stored
-sums: the last to finish, or, in the narrow form, the last in order, which waits for the others (`take_over`). Products
-are tensor-core products of sixteen elements at a time with the weights as left operand, held in registers from load to
-product (`tiles.from_fragment`).
+A program owns BN weight rows and BM input rows and walks K in steps, in order. K is cut into segments whose number is
+a function of (N, K, format) alone and whose lengths differ by one step at most. Each segment has its own float32
+accumulator; segments are added in order, either by the program that walked them all, or, where segments run in
+parallel, by one of them, which reads the others' stored sums: the last to finish, or, in the narrow form, the last in
+order, which waits for the others (`take_over`). Products are tensor-core products of sixteen elements at a time with
+the weights as left operand, held in registers from load to product (`tiles.from_fragment`).
 
 Two forms. Narrow (few rows): a program is one warp; nothing passes through shared memory, no barrier is met. Wide: a
 program is one or more groups of four warps, x (laid out for it by `prepare_rows`) comes through shared memory, and
@@ -300,12 +300,12 @@ def add_segments(
     return total
 
 
-@triton.jit(do_not_specialize=["num_x", "segment_steps", "num_steps", "num_segments", "row_divisor", "tiles"])
+@triton.jit(do_not_specialize=["num_x", "num_steps", "num_segments", "row_divisor", "tiles"])
 def linear_kernel(
     x_ptr, c0_ptr, c1_ptr, words_ptr, table_ptr, row_scale_ptr, block_scale_ptr, out_ptr,
     work_ptr, lock_ptr,
     tile_group_ptr, tile_first_ptr, tile_count_ptr, row_ids_ptr,
-    num_x, rows, tiles, width, x_width, stride_out, segment_steps, num_steps, num_segments, row_divisor,
+    num_x, rows, tiles, width, x_width, stride_out, num_steps, num_segments, row_divisor,
     c0_group, c1_group, words_group,
     CODE: tl.constexpr, SCALE: tl.constexpr, KD: tl.constexpr, STEP: tl.constexpr, LOW_BITS: tl.constexpr,
     HIGH_BITS: tl.constexpr, BIAS: tl.constexpr, WORDS: tl.constexpr, GRID_ROW: tl.constexpr, GRID_HIGH: tl.constexpr,
@@ -362,8 +362,8 @@ def linear_kernel(
         cuda.gdc_wait()
     for segment in range(first_segment, last_segment):
         acc = tl.zeros((BN, BM), tl.float32)
-        first_step = segment * segment_steps
-        last_step = tl.minimum(first_step + segment_steps, num_steps)
+        first_step = segment * num_steps // num_segments
+        last_step = (segment + 1) * num_steps // num_segments
         low_step = fragments_of_step(c0_ptr, first_step, tiles, STEP * LOW_BITS // 256)
         high_step = fragments_of_step(c1_ptr, first_step, tiles, STEP * HIGH_BITS // 256)
         words_step = words_of_step(words_ptr, first_step, rows, WORDS)
