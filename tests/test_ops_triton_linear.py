@@ -159,8 +159,38 @@ def test_a_row_does_not_depend_on_the_number_of_rows(name: str, monkeypatch: pyt
 def test_the_cut_keeps_programs_even(rows: int, steps: int, step: int, count: int) -> None:
     found, tiles = kernels.cut_segments(rows, steps, step).count, -(-rows // 16)
     assert found == count
-    assert found == 1 or tiles * found <= kernels.SEGMENT_PROGRAMS
-    assert found == 1 or steps * step >= found * kernels.SEGMENT_ELEMENTS
+    assert found == 1 or (
+        tiles * found <= kernels.SEGMENT_PROGRAMS and steps * step >= found * kernels.SEGMENT_ELEMENTS
+    )
+
+
+def test_a_stack_and_a_sweep_are_cut_as_they_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = [kernels.cut_segments(rows, 68, 256, groups).count for rows, groups in ((5120, 1), (640, 8), (640, 288))]
+    assert counts == [9, 10, 10]
+    for programs, count in ((1600, 5), (2400, 7), (4400, 12)):
+        monkeypatch.setattr(kernels, "SEGMENT_PROGRAMS", programs)
+        assert kernels.cut_segments(5120, 68, 256).count == count
+
+
+def test_registers_leave_room_for_as_many_programs_as_there_are() -> None:
+    most = kernels.most_registers
+    assert [most(kernels.CAPPED, n, 132) for n in (1, 3168, 3169, 3264)] == [80, 80, 72, 72]
+    assert most(kernels.CAPPED, 3168, 114) == 72
+    assert most(kernels.NARROW, 1, 132) == 0 and most(kernels.INTEGER_16, 1, 132) == 128
+
+
+@pytest.mark.skipif(not ON_DEVICE, reason="registers are a device's")
+@pytest.mark.parametrize("name", ["NVFP4", "F8_E4M3", "Q8_0", "Q4_K", "Q6_K", "Q2_K", "IQ2_XXS"])
+def test_registers_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(5)
+    served = kernels.TritonLinear(random_weight(name, 700, 5120), torch.device(DEVICE), NumericsConfig())
+    x = torch.randn(4, 5120).bfloat16().to(DEVICE)
+    results = []
+    for warps in (kernels.EVEN_WARPS, 0):
+        monkeypatch.setattr(kernels, "EVEN_WARPS", warps)
+        results.append(torch.empty(4, 700, device=DEVICE))
+        served.run(x, results[-1], kernels.CAPPED)
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q2_K", "NVFP4", "IQ2_XXS", "Q4_1", "F16"])

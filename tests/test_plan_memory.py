@@ -414,8 +414,7 @@ def test_made_weights_are_planned_as_a_cpu_holds_them(name: str) -> None:
     table = sum(term.num_bytes for term in made_terms(described, memory))
     planned = table + sum(term.num_bytes for term in weight_terms(described, memory))
     assert planned <= held < planned * 1.04  # panels are filled up, which shows at this size
-    if name == "qwen35-4b":
-        assert table and held - (planned - table) > table
+    assert (table > 0) == (name == "qwen35-4b")  # the one whose head is tied
     assert not made_terms(described, GPU)
 
 
@@ -426,6 +425,25 @@ def test_a_table_in_memory_counts_only_where_weights_are_made() -> None:
     assert sizes["weights.table"] == sizes["weights.embedding.Q6_K"]
     assert made.total_bytes - read.total_bytes == sizes["weights.table"]
     assert admit(profile, made=True)[1].total_bytes == made.total_bytes
+
+
+def test_made_weights_are_planned_where_they_are_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slimserve.cli.main import main
+    from slimserve.cli.opening import EngineFlags, open_model
+
+    opened = open_model("smollm2-135m", None, EngineFlags(device="cpu"), serving=True, weights="synthetic")
+    assert [term.num_bytes > 0 for term in opened.plan.terms if term.name == "weights.table"] == [True]
+    arguments = ["plan", "smollm2-135m", "--device", "cpu", "--json"]
+    for more, count in (([], 0), (["--weights", "synthetic"], 1)):
+        assert main([*arguments, *more]) == 0
+        terms = json.loads(capsys.readouterr().out)["terms"]
+        assert sum(term["name"] == "weights.table" for term in terms) == count
+    # A word that is no kind of weights is named before memory is.
+    monkeypatch.setattr("slimserve.profiles.planning.plan_profile", pytest.fail)
+    with pytest.raises(UsageError, match="the only value is synthetic"):
+        open_model("smollm2-135m", None, EngineFlags(device="cpu"), serving=True, weights="real")
 
 
 def test_values_that_nobody_chose_are_lowered_to_fit_and_chosen_ones_are_not() -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from slimserve.engine.build import EngineSettings
     from slimserve.engine.config import EngineConfig
     from slimserve.profiles.resolve import ResolvedProfile
+    from slimserve.weights.synthetic import SyntheticModel
 
 group = typer.Typer(
     help="Measure: exact token counts against any OpenAI server, sustained load, the physical floor.",
@@ -254,6 +255,7 @@ def step(
     from slimserve.measure.step import StepShape, measure_step, step_lines
     from slimserve.profiles.planning import admit
     from slimserve.profiles.resolve import resolve
+    from slimserve.profiles.synthetic import synthetic_of
 
     counts = numbers(streams, "streams")
     if null_model:
@@ -265,18 +267,17 @@ def step(
     shape = StepShape(counts, context, steps, seconds, trace)
     flags = {"max_sequences": max(counts), "max_context": shape.max_context, "kv_dtype": kv_dtype, "drafter": "none"}
     resolved = resolve(profile, model=model, flags=flags, device=None if device == "auto" else device)
-    config, _ = admit(resolved, made=weights is not None)
-    report = measure_step(resolved.name, _engine_settings(resolved, config, weights), resolved.description, shape, say)
+    made = synthetic_of(resolved, weights)
+    config, _ = admit(resolved, made=made is not None)
+    report = measure_step(resolved.name, _engine_settings(resolved, config, made), resolved.description, shape, say)
     finish(report, step_lines(report), as_json, out)
 
 
-def _engine_settings(resolved: ResolvedProfile, config: EngineConfig, weights: str | None) -> EngineSettings:
+def _engine_settings(resolved: ResolvedProfile, config: EngineConfig, made: SyntheticModel | None) -> EngineSettings:
     """What the engine is built from: the profile's files, or synthetic weights."""
     from slimserve.engine.build import EngineSettings, encode_config
     from slimserve.fetch import TerminalProgress
-    from slimserve.profiles.synthetic import synthetic_of
 
-    made = synthetic_of(resolved, weights)
     path = "" if made is not None else str(resolved.model_path(TerminalProgress()))
     return EngineSettings(path=path, name=resolved.name, config=encode_config(config), synthetic=made)
 

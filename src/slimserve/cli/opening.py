@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from slimserve.profiles.companion import DraftModel
     from slimserve.profiles.resolve import ResolvedProfile
     from slimserve.serve.model_text import ModelText
-    from slimserve.weights.synthetic import SyntheticModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,16 +130,17 @@ def open_model(
     from slimserve.engine.build import EngineSettings, encode_config
     from slimserve.profiles.planning import admit
     from slimserve.profiles.resolve import resolve
-    from slimserve.profiles.synthetic import SYNTHETIC_NAME
+    from slimserve.profiles.synthetic import SYNTHETIC_NAME, synthetic_of
 
     device = None if flags.device in (None, "auto") else flags.device
     resolved = resolve(profile, model=model, flags=flags.settings(), device=device)
     alone = {} if serving or flags.max_seqs is not None else {"max_sequences": 1}
     lowered = resolve(profile, model=model, flags={**flags.settings(), **alone}, device=device)
     lowered, draft_model = flags.with_draft_model(lowered)
-    config, plan = admit(lowered, made=weights is not None)
+    synthetic = synthetic_of(resolved, weights)
+    config, plan = admit(lowered, made=synthetic is not None)
     config = replace(config, speculation=flags.speculation(config.speculation))
-    path, text, synthetic = _files_or_made(resolved, weights)
+    path, text = _files_or_made(resolved, made=synthetic is not None)
     if draft_model is not None:
         from slimserve.fetch import TerminalProgress
 
@@ -162,21 +162,19 @@ def open_model(
     return Opened(text, spec, names, title, resolved.sampling, tuple(text.describe()), plan, serving)
 
 
-def _files_or_made(resolved: ResolvedProfile, weights: str | None) -> tuple[str, ModelText, SyntheticModel | None]:
-    """(path, text side, what to make): a model's files, fetched where missing, or synthetic weights and no path."""
+def _files_or_made(resolved: ResolvedProfile, *, made: bool) -> tuple[str, ModelText]:
+    """(path, text side): a model's files, fetched where missing; for made weights no path and a stand-in text side."""
     from slimserve.fetch import TerminalProgress
-    from slimserve.profiles.synthetic import synthetic_of
     from slimserve.serve.model_text import metadata_text, model_text
     from slimserve.weights.source import open_source
     from slimserve.weights.tokenizer.stand_in import stand_in_metadata
 
     vocab_size = resolved.description.vocab_size
     formats = {"reasoning": resolved.reasoning_parser, "calls": resolved.tool_parser}
-    made = synthetic_of(resolved, weights)
-    if made is None:
-        path = resolved.model_path(TerminalProgress())
-        return str(path), model_text(open_source(Path(path)), vocab_size, **formats), None
-    return "", metadata_text(stand_in_metadata(vocab_size), vocab_size, **formats), made
+    if made:
+        return "", metadata_text(stand_in_metadata(vocab_size), vocab_size, **formats)
+    path = resolved.model_path(TerminalProgress())
+    return str(path), model_text(open_source(Path(path)), vocab_size, **formats)
 
 
 def pick_profile() -> str:

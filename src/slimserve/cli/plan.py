@@ -13,6 +13,9 @@ from slimserve.cli.terminal import speak
 def command(
     profile: Annotated[str | None, typer.Argument(help="A profile of `slimserve list`.")] = None,
     model: Annotated[str | None, typer.Option("--model", metavar="PATH", help="A file or folder instead.")] = None,
+    weights: Annotated[
+        str | None, typer.Option("--weights", help="synthetic: made weights, which a CPU holds all in memory.")
+    ] = None,
     gpu_memory: Annotated[
         str | None, typer.Option("--gpu-memory", metavar="SIZE", help="Plan for a GPU of this size, like 24GiB.")
     ] = None,
@@ -46,6 +49,7 @@ def command(
     from slimserve.profiles.planning import fitted, plan_profile
     from slimserve.profiles.report import plan_lines
     from slimserve.profiles.resolve import resolve
+    from slimserve.profiles.synthetic import synthetic_of
 
     machine = detect()
     given = EngineFlags(
@@ -67,8 +71,9 @@ def command(
         raise UsageError(
             f"--gpu-memory asks for a CUDA GPU of that size, and {platform or device} is none: leave one of them out"
         )
-    resolved = fitted(given.with_draft_model(resolved)[0])
-    plan = plan_profile(resolved)
+    made = synthetic_of(resolved, weights) is not None
+    resolved = fitted(given.with_draft_model(resolved)[0], made=made)
+    plan = plan_profile(resolved, made=made)
     if as_json:
         speak(json.dumps({"profile": resolved.name, **plan_json(plan)}, indent=2) + "\n")
     else:

@@ -397,7 +397,7 @@ def measure_shape(name: str, shape: Shape, sink: Sink) -> None:
 def measure_verify(bench: Bench, name: str, memory: DeviceMemory) -> None:
     """A small configuration of the profile that drafts by force."""
     resolved = resolve(name, device="cuda", flags={"max_context": 4096, "max_sequences": 1})
-    plan = plan_profile(resolved, memory)
+    plan = plan_profile(resolved, memory, made=True)
     if plan.cache is None:
         raise plan.refusal(name)
     bench.verify(resolved.engine_config(plan.cache.budget_bytes), DRAFTED[name])

@@ -90,9 +90,25 @@ def different_cuts() -> list[linear.Segments]:
     return [linear.Segments(count) for count in (3, 5, 10)]
 
 
-def compile_tiles(name: str, rows: int) -> None:
-    """Compile what the sweep runs of one format and number of rows, on a small weight."""
+CROWD = (17408, 2560)
+"""A weight that has more programs, however it is cut, than lie evenly on a device (`linear.most_registers`)."""
+
+
+def compile_crowded(name: str, rows: int) -> None:
+    """Compile the narrowest form as it is launched with many programs."""
     device = torch.device("cuda")
+    served = TritonLinear(random_packed(name, CROWD, device), device, NumericsConfig())
+    x = torch.randn(rows, CROWD[1], device=device).bfloat16()
+    for segments in different_cuts():
+        served.segments = segments
+        served.run(x, torch.empty(rows, CROWD[0], device=device), linear.CAPPED)
+
+
+def compile_tiles(name: str, rows: int) -> None:
+    """Compile what the sweep runs of one format and number of rows, on small weights."""
+    device = torch.device("cuda")
+    if linear.CAPPED in tiles_of(name)[rows]:
+        compile_crowded(name, rows)
     served = TritonLinear(random_packed(name, (1024, 8192), device), device, NumericsConfig())
     x = torch.randn(rows, 8192, device=device).bfloat16()
     launching.OVERLAP = True

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from slimserve.measure.kernel_sweep import copies_of, different_cuts
+from slimserve.measure.kernel_sweep import CROWD, copies_of, different_cuts
 from slimserve.measure.kernels import (
     FORMATS,
     ROTATED_BYTES,
@@ -66,7 +66,8 @@ def compile_one(case: str) -> None:
         gate, _, down = case.partition("+")
         measure_experts(gate, down, EXPERT_ROWS, 1.0, experts=16)
         return
-    for shape in ((1024, 8192), (17408 * 3, 512)):
+    # Programs that lie evenly and more of them (`linear.most_registers`), and so many that K is not cut.
+    for shape in ((1024, 8192), CROWD, (3 * CROWD[0], 512)):
         served = TritonLinear(random_packed(case, shape, device), device, NumericsConfig())
         # Segments in parallel and one after the other.
         for segments in different_cuts() if shape[1] > 512 else [served.segments]:

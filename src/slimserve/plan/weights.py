@@ -40,7 +40,8 @@ def weight_terms(description: Description, memory: DeviceMemory, *, companion: b
 
 def made_terms(description: Description, memory: DeviceMemory) -> list[Term]:
     """What weights that are made, not read, take besides: on a CPU the embedding table of a tied head, which has a form
-    of its own; a file's table stays in its mapping."""
+    of its own (but in formats that the kernels read as stored, which no record has there); a file's table stays in its
+    mapping."""
     tied = not any(weight.family == Role.HEAD.value for weight in description.weights)
     table = sum(weight.num_bytes for weight in description.weights if weight.family == Role.EMBEDDING.value)
     if memory.kind != "cpu" or not tied or not table:

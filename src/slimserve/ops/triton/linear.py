@@ -69,7 +69,7 @@ def cut_segments(rows: int, steps: int, step: int, groups: int = 1) -> Segments:
         longest = cdiv(steps, max(1, min(programs // tiles, steps * step // SEGMENT_ELEMENTS)))
         return longest, cdiv(steps, longest)
 
-    (longest, count), (longer, fewer) = fewest(SEGMENT_PROGRAMS), fewest(EVEN_PROGRAMS)
+    (longest, count), (longer, fewer) = fewest(SEGMENT_PROGRAMS), fewest(min(SEGMENT_PROGRAMS, EVEN_PROGRAMS))
     return Segments(fewer if groups == 1 and longer <= LONGER * longest else count)
 
 
@@ -161,6 +161,11 @@ def choose_tile(num_rows: int, fmt: TileFormat, wide: bool = True) -> Tile:
 def split_limit(processors: int, tile: Tile) -> int:
     """Segments run in parallel, and their sums are stored, where a product has fewer tiles."""
     return min((SPLIT_WARPS_WIDE if tile.wide else SPLIT_WARPS) * processors // tile.warps, LOCKS)
+
+
+def most_registers(tile: Tile, programs: int, processors: int) -> int:
+    """The most registers that a thread of a product of `programs` programs may take, 0 for what the assembler likes."""
+    return EVEN_REGISTERS if tile == CAPPED and programs <= EVEN_WARPS * processors else tile.registers
 
 
 def taken_at_once(others: int, fmt: TileFormat, tile: Tile) -> int:
@@ -319,10 +324,9 @@ def launch(
         "TAKEN": taken_at_once(segments.count - 1, fmt, tile) if handed else 1,
     }  # fmt: skip
     pays = _overlap_pays(fmt, tile.wide, grouping is not None)
-    if tile == CAPPED and prod(grid) <= EVEN_WARPS * multiprocessors(out.device):
-        form["maxnreg"] = EVEN_REGISTERS
-    elif tile.registers:
-        form["maxnreg"] = tile.registers
+    registers = most_registers(tile, prod(grid), multiprocessors(out.device))
+    if registers:
+        form["maxnreg"] = registers
     if fmt.integer:
         assert rows.scale is not None
         overlap, options = overlap_options(out.device, pays)
