@@ -22,7 +22,7 @@ if not any(mark.name == "skip" for mark in pytestmark):
     import triton
     import triton.language as tl
 
-    from slimserve.measure.kernel_sweep import different_cuts
+    from slimserve.measure.kernel_sweep import DIFFERENT_CUTS
     from slimserve.ops.triton import integers, relayout
     from slimserve.ops.triton import linear as kernels
     from slimserve.ops.triton.experts import group_rows
@@ -295,7 +295,7 @@ def test_narrow_and_wide_forms_give_the_same_bits(name: str, monkeypatch: pytest
     torch.manual_seed(26)
     weight = random_weight(name, 13, 2304)
     linear = served(weight)
-    linear.segments = kernels.Segments(5)  # the first is shorter
+    linear.segments = 5  # the first is shorter
     x = torch.randn(3, 2304).bfloat16()
     results = []
     narrow, wide = kernels.Tile(*NARROW), kernels.Tile(*WIDE)
@@ -327,7 +327,7 @@ def test_segments_hand_over_sums_that_are_no_numbers(
     weight = random_weight(name, 13, width)
     linear, tile = served(weight), kernels.Tile(*NARROW)
     steps = linear.weight.steps
-    linear.segments = kernels.Segments(steps)
+    linear.segments = steps
     # All at once, and more segments than are taken over at a time.
     assert -(-(steps - 1) // kernels.taken_at_once(steps - 1, linear.weight.format, tile)) == times
     x = torch.randn(4, width).bfloat16()
@@ -357,7 +357,7 @@ def test_few_segments_are_taken_at_once_and_registers_stay_few() -> None:
     assert [kernels.taken_at_once(n, nibbles, kernels.NARROW_TILES[1]) for n in (2, 9)] == [2, 2]
     assert [kernels.taken_at_once(n, whole, kernels.NARROW_TILES[1]) for n in (2, 9)] == [2, 9]
     # What a measurement compiles beforehand.
-    assert [kernels.taken_at_once(cut.count - 1, nibbles, kernels.CAPPED) for cut in different_cuts()] == [2, 4, 9]
+    assert [kernels.taken_at_once(count - 1, nibbles, kernels.CAPPED) for count in DIFFERENT_CUTS] == [2, 4, 9]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -367,7 +367,7 @@ def test_grouped_products_are_those_of_each_matrix(name: str) -> None:
     packed = random_weight(name, 13, width, groups=4)
     stack = relayout.relayout(packed, torch.device(DEVICE))
     meeting = kernels.Meeting.on(torch.device(DEVICE))
-    segments = kernels.Segments(width // 256)
+    segments = width // 256
     x = torch.randn(5, width).to(DEVICE)
     # Counts: a tile and a part of one, one, none, and a part.
     ids = torch.tensor([[0, 0], [0, 1], [0, 3], [0, 0], [3, 3]])

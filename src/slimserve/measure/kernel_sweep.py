@@ -85,10 +85,8 @@ class Timing:
     failure: str = ""
 
 
-def different_cuts() -> list[linear.Segments]:
-    """Cuts of K into few, some and many segments: each has a kernel of its own (`linear.taken_at_once`)."""
-    return [linear.Segments(count) for count in (3, 5, 10)]
-
+DIFFERENT_CUTS = (3, 5, 10)
+"""Few, some and many segments of K: each has a kernel of its own (`linear.taken_at_once`)."""
 
 CROWD = (17408, 2560)
 """A weight that has more programs, however it is cut, than lie evenly on a device (`linear.most_registers`)."""
@@ -99,7 +97,7 @@ def compile_crowded(name: str, rows: int) -> None:
     device = torch.device("cuda")
     served = TritonLinear(random_packed(name, CROWD, device), device, NumericsConfig())
     x = torch.randn(rows, CROWD[1], device=device).bfloat16()
-    for segments in different_cuts():
+    for segments in DIFFERENT_CUTS:
         served.segments = segments
         served.run(x, torch.empty(rows, CROWD[0], device=device), linear.CAPPED)
 
@@ -113,7 +111,7 @@ def compile_tiles(name: str, rows: int) -> None:
     x = torch.randn(rows, 8192, device=device).bfloat16()
     launching.OVERLAP = True
     tiles = tiles_of(name)
-    for segments in different_cuts():
+    for segments in DIFFERENT_CUTS:
         served.segments = segments
         for tile in tiles[rows]:
             try:
@@ -125,7 +123,7 @@ def compile_tiles(name: str, rows: int) -> None:
         launching.OVERLAP = True
     if rows == min(tiles):
         # What the expected bits come from where so many narrow tiles need no segments in parallel.
-        served.segments = linear.Segments(1)
+        served.segments = 1
         served.run(x, torch.empty(rows, 1024, device=device), linear.NARROW)
     torch.cuda.synchronize()
 
@@ -166,7 +164,7 @@ def copies_of(served: TritonLinear, count: int) -> list[TritonLinear]:
     return copies
 
 
-def segments_for(weight: TileWeight, programs: int) -> linear.Segments:
+def segments_for(weight: TileWeight, programs: int) -> int:
     """The cut of K that aims at a number of programs."""
     kept = linear.SEGMENT_PROGRAMS
     linear.SEGMENT_PROGRAMS = programs

@@ -77,7 +77,7 @@ def product_scratch(format_name: str, shape: tuple[int, ...], rows: int, *, grou
     layout = TILE_FORMATS[fmt.name]
     step = layout.step
     steps = -(-shape[-1] // step)
-    segments = linear.cut_segments(shape[-2], steps, step, prod(shape[:-2])).count
+    segments = linear.cut_segments(shape[-2], steps, step, prod(shape[:-2]))
     tile = linear.choose_tile(min(rows, 32) if grouped else rows, layout)
     columns = tile.columns // layout.columns
     tiles = -(-rows // columns) * -(-shape[-2] // tile.rows)

@@ -48,20 +48,13 @@ SPLIT_WARPS, SPLIT_WARPS_WIDE = 24, 12
 """Segments run in parallel where a multiprocessor would get fewer warps than this, in the narrow and the wide form."""
 
 
-@dataclass(frozen=True, slots=True)
-class Segments:
-    """How K is cut: into `count` segments, whose lengths differ by one step at most."""
-
-    count: int
-
-
-def segments_of(weight: TileWeight) -> Segments:
-    """The cut of K, a function of the stack's shape and format alone."""
+def segments_of(weight: TileWeight) -> int:
+    """Into how many segments K is cut, a function of the stack's shape and format alone."""
     return cut_segments(weight.rows, weight.steps, weight.format.step, weight.groups)
 
 
-def cut_segments(rows: int, steps: int, step: int, groups: int = 1) -> Segments:
-    """The cut of a stack of `groups` weights of `rows` rows and `steps` steps of `step` elements."""
+def cut_segments(rows: int, steps: int, step: int, groups: int = 1) -> int:
+    """The same for a stack of `groups` weights of `rows` rows and `steps` steps of `step` elements."""
     tiles = cdiv(rows, TILE_ROWS) * min(groups, ACTIVE_GROUPS)
 
     def fewest(programs: int) -> tuple[int, int]:
@@ -70,7 +63,7 @@ def cut_segments(rows: int, steps: int, step: int, groups: int = 1) -> Segments:
         return longest, cdiv(steps, longest)
 
     (longest, count), (longer, fewer) = fewest(SEGMENT_PROGRAMS), fewest(min(SEGMENT_PROGRAMS, EVEN_PROGRAMS))
-    return Segments(fewer if groups == 1 and longer <= LONGER * longest else count)
+    return fewer if groups == 1 and longer <= LONGER * longest else count
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +284,7 @@ class Grouping:
 
 def launch(
     weight: TileWeight,
-    segments: Segments,
+    segments: int,
     meeting: Meeting,
     rows: Prepared,
     num_rows: int,
@@ -299,14 +292,14 @@ def launch(
     tile: Tile,
     grouping: Grouping | None = None,
 ) -> None:
-    """Write the product into out [M, N] (rows may be strided)."""
+    """Write the product, K cut into `segments`, into out [M, N] (rows may be strided)."""
     fmt = weight.format
     columns = tile.columns // fmt.columns
     tiles_m = cdiv(num_rows, columns) if grouping is None else grouping.tile_group.shape[0]
     tiles_n = cdiv(weight.rows, tile.rows)
     tiles = tiles_m * tiles_n
-    split = segments.count > 1 and tiles < split_limit(multiprocessors(out.device), tile)
-    size = tiles * segments.count * tile.rows * columns if split else 1
+    split = segments > 1 and tiles < split_limit(multiprocessors(out.device), tile)
+    size = tiles * segments * tile.rows * columns if split else 1
     handed = split and not tile.wide and size <= SLOTS
     work = meeting.slots if handed else torch.empty(size, dtype=torch.float32, device=out.device)
     none = locks = meeting.locks
@@ -316,12 +309,12 @@ def launch(
     )  # fmt: skip
     divisor = 1 if grouping is None else grouping.divisor
     groups = tuple(_group_size(plane) for plane in (weight.low, weight.high, weight.words, weight.minima))
-    grid = (tiles_m, segments.count if split else 1, tiles_n)
+    grid = (tiles_m, segments if split else 1, tiles_n)
     meeting_kind = (HANDED if handed else ANNOUNCED).value if split else 0
     form = {
         "SPLIT": meeting_kind, "GROUPED": grouping is not None, "WIDE": tile.wide, "BN": tile.rows, "BM": tile.columns,
         "STAGES": tile.stages, "num_warps": tile.warps,
-        "TAKEN": taken_at_once(segments.count - 1, fmt, tile) if handed else 1,
+        "TAKEN": taken_at_once(segments - 1, fmt, tile) if handed else 1,
     }  # fmt: skip
     pays = _overlap_pays(fmt, tile.wide, grouping is not None)
     registers = most_registers(tile, prod(grid), multiprocessors(out.device))
@@ -334,7 +327,7 @@ def launch(
             rows.planes, rows.scale, or_else(rows.sums, none), low, or_else(weight.high, none),
             or_else(weight.minima, none), weight.words, or_else(weight.table, none), out, work, locks, *lists,
             2 * rows.scale.shape[-1], weight.rows, weight.tiles, out.stride(0), weight.steps,
-            segments.count, divisor, *groups, **_integer_constants(fmt), OVERLAP=overlap, ASM=not INTERPRETED,
+            segments, divisor, *groups, **_integer_constants(fmt), OVERLAP=overlap, ASM=not INTERPRETED,
             **form, **options,
         )  # fmt: skip
         return
@@ -345,7 +338,7 @@ def launch(
         or_else(weight.block_scale, none),
         out, work, locks, *lists,
         rows.planes.shape[-2], weight.rows, weight.tiles, weight.width, rows.width, out.stride(0),
-        weight.steps, segments.count, divisor, *groups[:3],
+        weight.steps, segments, divisor, *groups[:3],
         **_constants(weight), W_PARTS=fmt.weight_parts, X_PARTS=rows.parts, CHAIN=fmt.chained,
         TAIL=rows.width < weight.steps * fmt.step, OVERLAP=overlap, UPCAST=INTERPRETED, **form, **options,
     )  # fmt: skip
@@ -401,7 +394,7 @@ def warp_groups_agree(device: torch.device) -> bool:
     results: list[torch.Tensor] = []
     for tile in (NARROW, WIDE_32, WIDE_64, SHORT_128):
         out = torch.empty((rows, shape[0]), device=device)
-        launch(weight, Segments(1), meeting, prepare_rows(x, weight, tile.wide), rows, out, tile)
+        launch(weight, 1, meeting, prepare_rows(x, weight, tile.wide), rows, out, tile)
         results.append(out)
     return all(torch.equal(results[0], other) for other in results[1:])
 
