@@ -381,10 +381,19 @@ def test_integer_scales() -> None:
     kinds: dict[int, tuple[int, int, Callable[[int, int], int]]] = {
         integers.UNSIGNED_BYTES.value: (8, 4, byte),
         integers.SIGNED_BYTES.value: (16, 4, lambda word, group: signed(byte(word, group), 8)),
-        integers.ODD_NIBBLES.value: (8, 8, lambda word, group: 2 * ((word >> (4 * (group % 8))) & 15) + 1),
     }
+    odd = integers.ODD_NIBBLES.value
     served = {fmt.scale for fmt in formats.TILE_FORMATS.values() if fmt.integer}
-    assert served == {*kinds, integers.NO_SCALES.value}
+    assert served == {*kinds, odd, integers.NO_SCALES.value}
+    assert all(fmt.words == 2 for fmt in formats.TILE_FORMATS.values() if fmt.integer and fmt.scale == odd)
+    halves = [assembly(integers.odd_bytes, WORD, high, True) for high in (False, True)]
+    for group in range(8):
+        held = tuple(Values(32) for _ in range(3))
+        recorded = record(integers.integer_scale, held, group, odd, True)
+        assert len(recorded.arguments) == 1 and recorded.arguments[0] is held[1 + group % 2]
+        for word in words():
+            got = execute(recorded.program, halves[group % 2](word), recorded.outputs)[0]
+            assert got == 2 * ((word >> (4 * group)) & 15) + 1
     for kind, (groups, per_word, meaning) in kinds.items():
         for group in range(groups):
             held = tuple(Values(32) for _ in range(1 + groups // per_word))

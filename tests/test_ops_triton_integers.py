@@ -22,12 +22,18 @@ if not any(mark.name == "skip" for mark in pytestmark):
     import triton
     import triton.language as tl
 
-    from slimserve.measure.kernel_sweep import DIFFERENT_CUTS
+    from slimserve.measure.kernel_sweep import cuts_of
+    from slimserve.measure.kernels import SHAPES
     from slimserve.ops.triton import integers, relayout
     from slimserve.ops.triton import linear as kernels
     from slimserve.ops.triton.experts import group_rows
     from slimserve.ops.triton.formats import TILE_FORMATS
-    from slimserve.ops.triton.linear_kernel import hand_over
+    from slimserve.ops.triton.linear_kernel import hand_over, step_of
+
+    @triton.jit
+    def bounds_kernel(out_ptr, num_steps, num_segments):
+        for segment in range(num_segments + 1):
+            tl.store(out_ptr + segment, step_of(segment, num_steps, num_segments))
 
     @triton.jit
     def hand_over_kernel(values_ptr, places_ptr, COUNT: tl.constexpr):
@@ -157,14 +163,19 @@ def test_input_rows_as_integers(name: str, wide: bool) -> None:
         assert (error <= 0.52 * scale[..., None])[counted].all(), dtype
 
 
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("name", ORDERS)
-def test_sums_of_groups(name: str, wide: bool) -> None:
+def test_sums_of_groups(name: str, wide: bool, dtype: torch.dtype, aligned: bool) -> None:
     torch.manual_seed(21)
     minima = TILE_FORMATS[name].minima
     weight = served(random_weight(name, 16, 1280)).weight
-    x = torch.randn(5, 1280, device=DEVICE)  # ten columns: an eight and a part of one
+    x = torch.randn(5, 1281, device=DEVICE)  # ten columns: an eight and a part of one
     x[1] = x[1].abs() + 1  # sums of one sign
+    # Threads hold other elements for every size of a number, and where rows are not aligned.
+    x = x.to(dtype)[:, 1:]
+    x = x.contiguous() if aligned else x
     prepared = kernels.prepare_rows(x, weight, wide)
     if not minima:
         assert prepared.sums is None
@@ -319,6 +330,15 @@ def test_no_sum_that_is_handed_over_looks_absent() -> None:
     assert places.tolist() == [0x7FFFFFFF, *bits[1:]]
 
 
+@pytest.mark.parametrize(("steps", "segments"), [(20, 3), (68, 9), (72, 18), (5, 5), (7, 1), (137, 60)])
+def test_segments_differ_by_a_step_and_the_first_is_longest(steps: int, segments: int) -> None:
+    bounds = torch.full((segments + 1,), -1, dtype=torch.int32, device=DEVICE)
+    bounds_kernel[(1,)](bounds, steps, segments)
+    lengths = bounds.diff().tolist()
+    assert int(bounds[0]) == 0 and int(bounds[-1]) == steps
+    assert lengths[0] == max(lengths) == -(-steps // segments) and min(lengths) == steps // segments
+
+
 @pytest.mark.parametrize(("name", "width", "times"), [("Q4_K", 2560, 1), ("Q4_K", 3072, 2), ("Q8_0", 2560, 5)])
 def test_segments_hand_over_sums_that_are_no_numbers(
     name: str, width: int, times: int, monkeypatch: pytest.MonkeyPatch
@@ -329,7 +349,7 @@ def test_segments_hand_over_sums_that_are_no_numbers(
     steps = linear.weight.steps
     linear.segments = steps
     # All at once, and more segments than are taken over at a time.
-    assert -(-(steps - 1) // kernels.taken_at_once(steps - 1, linear.weight.format, tile)) == times
+    assert -(-(steps - 1) // kernels.taken_at_once(steps - 1, linear.weight.format, tile)[0]) == times
     x = torch.randn(4, width).bfloat16()
     results = []
     # Clean rows and broken ones, segments side by side; broken ones, one segment after the other.
@@ -352,12 +372,18 @@ def test_segments_hand_over_sums_that_are_no_numbers(
 
 def test_few_segments_are_taken_at_once_and_registers_stay_few() -> None:
     whole, nibbles = TILE_FORMATS["Q4_K"], TILE_FORMATS["NVFP4"]
-    assert [kernels.taken_at_once(n, nibbles, kernels.CAPPED) for n in (1, 2, 3, 4, 9, 10, 17)] == [2, 2, 4, 4, 9, 9, 9]
-    assert [kernels.taken_at_once(n, nibbles, kernels.NARROW) for n in (2, 9)] == [2, 4]
-    assert [kernels.taken_at_once(n, nibbles, kernels.NARROW_TILES[1]) for n in (2, 9)] == [2, 2]
-    assert [kernels.taken_at_once(n, whole, kernels.NARROW_TILES[1]) for n in (2, 9)] == [2, 9]
-    # What a measurement compiles beforehand.
-    assert [kernels.taken_at_once(count - 1, nibbles, kernels.CAPPED) for count in DIFFERENT_CUTS] == [2, 4, 9]
+    taken = kernels.taken_at_once
+    assert [taken(n, nibbles, kernels.CAPPED) for n in (1, 9, 17, 18)] == [(1, True), (9, True), (17, True), (9, False)]
+    assert [taken(n, nibbles, kernels.NARROW) for n in (2, 9)] == [(2, True), (4, False)]
+    assert [taken(n, nibbles, kernels.NARROW_TILES[1]) for n in (2, 9)] == [(2, True), (2, False)]
+    assert [taken(n, whole, kernels.NARROW_TILES[1]) for n in (9, 10)] == [(9, True), (9, False)]
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "F8_E4M3"])
+def test_a_measurement_compiles_what_it_times(name: str) -> None:
+    step = TILE_FORMATS[name].step
+    cuts = {kernels.cut_segments(rows, -(-width // step), step) for rows, width in SHAPES.values()}
+    assert cuts - {1} == set(cuts_of(name)) and {3, 5, 9, 18} <= set(cuts_of(name))
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -40,9 +40,9 @@ from slimserve.ops.triton.relayout import TileWeight
 TILES: dict[int, tuple[Tile, ...]] = {
     1: (linear.CAPPED, linear.NARROW, Tile(32, 8, registers=128)),
     16: (Tile(16, 16), Tile(16, 16, registers=80), Tile(64, 16, 4, True, 2)),
-    32: (linear.WIDE_32, Tile(128, 32, 8, True, 2), Tile(64, 32, 4, True, 3)),
-    64: (linear.WIDE_64, linear.SHORT_64, Tile(128, 64, 4, True, 2), Tile(128, 64, 8, True, 3)),
-    512: (linear.WIDE_64, linear.SHORT_128, linear.SCALED_128, Tile(256, 64, 16, True, 2)),
+    32: (linear.WIDE_32, linear.STAGED_32, linear.LEAN_32, linear.E2M1_32),
+    64: (linear.WIDE_64, linear.SHORT_64, linear.LEAN_64, Tile(128, 64, 4, True, 2), Tile(128, 64, 8, True, 1, 128)),
+    512: (linear.WIDE_64, linear.SHORT_128, linear.LEAN_64, Tile(128, 128, 8, True, 2), Tile(128, 128, 8, True, 1)),
 }
 """Tiles by the number of input rows that they are timed with."""
 
@@ -85,8 +85,11 @@ class Timing:
     failure: str = ""
 
 
-DIFFERENT_CUTS = (3, 5, 10)
-"""Few, some and many segments of K: each has a kernel of its own (`linear.taken_at_once`)."""
+def cuts_of(name: str) -> list[int]:
+    """Segments of K of a format at all measured shapes: each number has its own kernel (`linear.taken_at_once`)."""
+    step = TILE_FORMATS[name].step
+    return sorted({linear.cut_segments(rows, -(-width // step), step) for rows, width in SHAPES.values()} - {1})
+
 
 CROWD = (17408, 2560)
 """A weight that has more programs, however it is cut, than lie evenly on a device (`linear.most_registers`)."""
@@ -97,7 +100,7 @@ def compile_crowded(name: str, rows: int) -> None:
     device = torch.device("cuda")
     served = TritonLinear(random_packed(name, CROWD, device), device, NumericsConfig())
     x = torch.randn(rows, CROWD[1], device=device).bfloat16()
-    for segments in DIFFERENT_CUTS:
+    for segments in cuts_of(name):
         served.segments = segments
         served.run(x, torch.empty(rows, CROWD[0], device=device), linear.CAPPED)
 
@@ -111,7 +114,7 @@ def compile_tiles(name: str, rows: int) -> None:
     x = torch.randn(rows, 8192, device=device).bfloat16()
     launching.OVERLAP = True
     tiles = tiles_of(name)
-    for segments in DIFFERENT_CUTS:
+    for segments in cuts_of(name):
         served.segments = segments
         for tile in tiles[rows]:
             try:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from slimserve.measure.kernel_sweep import CROWD, DIFFERENT_CUTS, copies_of
+from slimserve.measure.kernel_sweep import CROWD, copies_of, cuts_of
 from slimserve.measure.kernels import (
     FORMATS,
     ROTATED_BYTES,
@@ -70,7 +70,7 @@ def compile_one(case: str) -> None:
     for shape in ((1024, 8192), CROWD, (3 * CROWD[0], 512)):
         served = TritonLinear(random_packed(case, shape, device), device, NumericsConfig())
         # Segments in parallel and one after the other.
-        for segments in DIFFERENT_CUTS if shape[1] > 512 else [served.segments]:
+        for segments in cuts_of(case) if shape[1] > 512 else [served.segments]:
             served.segments = segments
             for rows in ROWS:
                 x = torch.randn(rows, shape[1], device=device).bfloat16()

@@ -23,10 +23,10 @@ from slimserve.ops.triton.integers import (
     GRID_BYTES,
     HALVES,
     NO_SCALES,
+    ODD_NIBBLES,
     SCALED_BYTES,
     UNSIGNED_BYTES,
     by_input_row,
-    by_thread,
     by_weight_row,
     byte_field,
     byte_fields,
@@ -36,7 +36,6 @@ from slimserve.ops.triton.integers import (
     element_at,
     folded,
     from_bytes,
-    from_thread,
     grid_bytes,
     grid_values,
     half_of_chunk,
@@ -44,7 +43,7 @@ from slimserve.ops.triton.integers import (
     load_bytes,
     load_columns,
     nibble_of,
-    places_by_thread,
+    odd_bytes,
     row_places,
     scaled_field,
     scaled_sum,
@@ -53,8 +52,18 @@ from slimserve.ops.triton.integers import (
     to_bytes,
     whole_sums,
 )
-from slimserve.ops.triton.linear_kernel import add_segments, store_segment
-from slimserve.ops.triton.tiles import half_of, held_rows, load_words, side_by_side, to_sums, words_of_step
+from slimserve.ops.triton.linear_kernel import add_segments, step_of, store_segment
+from slimserve.ops.triton.tiles import (
+    by_thread,
+    from_thread,
+    half_of,
+    held_rows,
+    load_words,
+    places_by_thread,
+    side_by_side,
+    to_sums,
+    words_of_step,
+)
 
 
 @triton.jit
@@ -217,6 +226,8 @@ def _multiply_integers(
     """acc [BN, BM / 2] plus the products of a step."""
     BN: tl.constexpr = 16 * T
     HALF: tl.constexpr = BM // 2
+    if SCALE == ODD_NIBBLES:
+        words = (words[0], odd_bytes(words[1], False, ASM), odd_bytes(words[1], True, ASM))
     if WIDE:
         total = _wide_sums(
             low, high, words, x_ptr, c0_ptr, table, step, n, m, tiles, num_steps * 256,
@@ -250,10 +261,11 @@ def integer_kernel(
     CODE: tl.constexpr, SCALE: tl.constexpr, ORDER: tl.constexpr, LOW_BITS: tl.constexpr, LOW_AT: tl.constexpr,
     HIGH_BITS: tl.constexpr, HIGH_AT: tl.constexpr, WORDS: tl.constexpr, MINIMA: tl.constexpr,
     SPLIT: tl.constexpr, GROUPED: tl.constexpr, WIDE: tl.constexpr, OVERLAP: tl.constexpr, ASM: tl.constexpr,
-    BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, TAKEN: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, BY_SEGMENT: tl.constexpr, TAKEN: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
-    """See the module. num_x: columns of x, two to an input row; tiles: sixteens of weight rows; TAKEN: see
-    `add_segments`."""
+    """See the module. num_x: columns of x, two to an input row; tiles: sixteens of weight rows; TAKEN, EXACT: see
+    `take_over`."""
     T: tl.constexpr = BN // 16
     HALF: tl.constexpr = BM // 2
     UNROLL: tl.constexpr = 8 if HALF <= 8 else 4 if HALF <= 16 else 2
@@ -261,7 +273,7 @@ def integer_kernel(
     # few bytes, saying so costs more (it takes six instructions a step) than it brings.
     POLICY: tl.constexpr = "evict_first" if WIDE or LOW_BITS + HIGH_BITS > 2 else ""
     tile_m = tl.program_id(0)
-    tile_n = tl.program_id(2)
+    tile_n = tl.program_id(1 if BY_SEGMENT else 2)
     n = tile_n * BN + tl.arange(0, BN)
     live_n = n < rows
     n = tl.minimum(n, rows - 1)
@@ -302,14 +314,14 @@ def integer_kernel(
     first_segment = 0
     last_segment = num_segments
     if SPLIT:
-        first_segment = tl.program_id(1)
+        first_segment = tl.program_id(2 if BY_SEGMENT else 1)
         last_segment = first_segment + 1
     if OVERLAP and not GROUPED and WIDE:
         cuda.gdc_wait()
     for segment in range(first_segment, last_segment):
         acc = tl.zeros((BN, HALF), tl.float32)
-        first_step = segment * num_steps // num_segments
-        last_step = (segment + 1) * num_steps // num_segments
+        first_step = step_of(segment, num_steps, num_segments)
+        last_step = step_of(segment + 1, num_steps, num_segments)
         low_step = codes_of_step(c0_ptr, first_step, tiles, LOW_BITS)
         high_step = codes_of_step(c1_ptr, first_step, tiles, HIGH_BITS)
         words_step = words_of_step(words_ptr, first_step, rows, WORDS)
@@ -334,13 +346,11 @@ def integer_kernel(
     if SPLIT:
         at = tl.cast(tile_n, tl.int64) * tl.num_programs(0) + tile_m
         SIZE: tl.constexpr = BN * HALF
-        work_ptr += at * num_segments * SIZE + places_by_thread(T, HALF)
-        held_total = by_thread(total, T, HALF)
-        every = tl.full(held_total.shape, True, tl.int1)
-        if store_segment(work_ptr, lock_ptr + at, SIZE, first_segment, num_segments, held_total, every, SPLIT):
+        work_ptr += at * num_segments * SIZE + places_by_thread(T, HALF, 1)
+        held_total = by_thread(total, T, HALF, 1)
+        if store_segment(work_ptr, lock_ptr + at, SIZE, first_segment, num_segments, held_total, SPLIT):
             return
-        total = from_thread(
-            add_segments(work_ptr, lock_ptr + at, SIZE, num_segments, held_total, every, SPLIT, UNROLL, TAKEN), T, HALF
-        )
+        held_total = add_segments(work_ptr, lock_ptr + at, SIZE, num_segments, held_total, SPLIT, UNROLL, TAKEN, EXACT)
+        total = from_thread(held_total, T, HALF, 1)
     place = out_row.to(tl.int64)[None, :] * stride_out + n[:, None]
     tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=live_m[None, :] & live_n[:, None])

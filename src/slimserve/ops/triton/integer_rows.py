@@ -25,8 +25,22 @@ from slimserve.ops.triton.tiles import half_of, row_words
 
 @triton.jit
 def _round(value):
-    """To the nearest integer, halves to even, below 2^22."""
-    return (value + 12582912.0) - 12582912.0
+    """The nearest integer, halves to even, of numbers below 2^22: added to 1.5 * 2^23 it stands in the lowest bits."""
+    return (value + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+
+
+@triton.jit
+def shared_like_products(step):
+    """Zero, and as much shared memory for the program as one of a product with a table has (`integers.shared_table`).
+
+    A multiprocessor divides its memory between first-level cache and shared memory as the kernels on it ask, and one
+    that asks for another division waits until it is idle. Input rows are made while products before and after occupy
+    it: asking for none kept all programs of the next product from those multiprocessors.
+    """
+    return tl.inline_asm_elementwise(
+        "{ .shared .align 16 .b32 taken[256]; mov.u32 $0, taken; shr.u32 $0, $0, 31; }", "=r,r", [step], dtype=tl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -38,7 +52,7 @@ def _store_sums(sums_ptr, total, row, virtual, num_x, num_steps, step, groups, G
     PARTS: tl.constexpr = 32 // GROUPS
     part = tl.reshape(tl.arange(0, PARTS), (PARTS, 1, 1, 1))
     slot = part * GROUPS + groups
-    value = tl.where(part == step % PARTS, -total, 0)
+    own = part == step % PARTS
     column = (row * 2 + virtual).to(tl.int64)
     if WIDE:
         at = (column * num_steps + step) * 32 + slot
@@ -47,14 +61,14 @@ def _store_sums(sums_ptr, total, row, virtual, num_x, num_steps, step, groups, G
         at = tl.cast(step, tl.int64) * eights(num_x) * 512 + column * 64
         at += slot % 16 // 4 * 16 + slot // 16 * 4 + slot % 4
         size = 8
-    tl.store(sums_ptr + at, (value >> 7).to(tl.int8))
-    tl.store(sums_ptr + size + at, (value & 127).to(tl.int8))
+    tl.store(sums_ptr + at, tl.where(own, (-total) >> 7, 0).to(tl.int8))
+    tl.store(sums_ptr + size + at, tl.where(own, (-total) & 127, 0).to(tl.int8))
 
 
 @triton.jit(do_not_specialize=["num_x", "num_steps"])
 def integer_rows_kernel(
     x_ptr, planes_ptr, scale_ptr, sums_ptr, num_x, width, num_steps, stride_x,
-    ORDER: tl.constexpr, MINIMA: tl.constexpr, WIDE: tl.constexpr, OVERLAP: tl.constexpr,
+    ORDER: tl.constexpr, MINIMA: tl.constexpr, WIDE: tl.constexpr, OVERLAP: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
     """Input rows x [M, K] as integers of sixteen bits with a scale for each 256 elements, a program for each.
 
@@ -68,11 +82,14 @@ def integer_rows_kernel(
         cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     step = tl.program_id(1)
-    t = tl.reshape(tl.arange(0, 4), (4, 1, 1, 1))
-    chunk = tl.reshape(tl.arange(0, 8), (1, 8, 1, 1))
-    half = tl.reshape(tl.arange(0, 2), (1, 1, 2, 1))
-    byte = tl.reshape(tl.arange(0, 4), (1, 1, 1, 4))
-    element = element_at(chunk, t, half, byte, ORDER)
+    if TABLE:
+        row += shared_like_products(step)
+    # A thread's eight elements stand together wherever they are stored, and mostly where they come from.
+    t, chunk, inside = tl.arange(0, 4)[:, None, None], tl.arange(0, 8)[None, :, None], tl.arange(0, 8)[None, None, :]
+    if ORDER == HALVES:
+        element = element_at(chunk, t, inside // 4, inside % 4, ORDER)
+    else:
+        element = element_at(chunk, t, 0, 0, ORDER) + inside
     x = tl.load(x_ptr + row * stride_x + step * 256 + element).to(tl.float32)
     # Sizes as bits: those of a NaN or an infinity are above all others, so one search finds both.
     top = tl.max(tl.reshape(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, (256,)), axis=0)
@@ -81,16 +98,16 @@ def integer_rows_kernel(
     # Below 2^-100 a block's inverse scale would leave the range; its products are far below any other's rounding.
     inverse = tl.where(largest > 7.9e-31, 32639.0 / tl.maximum(largest, 7.9e-31), 0.0)
     scale = tl.where(broken, float("nan"), largest / 32639.0)
-    value = _round(tl.where(broken, 0.0, x) * inverse).to(tl.int32)
+    value = _round(tl.where(broken, 0.0, x) * inverse)
     low = ((value + 128) & 255) - 128
     high = (value - low) >> 8
     if WIDE:
         target = planes_ptr + row * 2 * (num_steps * 256) + step * 256
-        target += chunk * 32 + half * 16 + t * 4 + byte
+        target += chunk * 32 + inside // 4 * 16 + t * 4 + inside % 4
         apart = num_steps * 256
     else:
         target = planes_ptr + tl.cast(step, tl.int64) * eights(num_x) * 2048 + column_place(row * 2)
-        target += chunk // 2 * 512 + t * 16 + chunk % 2 * 8 + half * 4 + byte
+        target += chunk // 2 * 512 + t * 16 + chunk % 2 * 8 + inside
         apart = 64
     tl.store(target, high.to(tl.int8))
     tl.store(target + apart, low.to(tl.int8))
@@ -98,8 +115,7 @@ def integer_rows_kernel(
     if MINIMA == 8:
         groups = tl.reshape(tl.arange(0, 8), (1, 1, 8, 1))
         for virtual in tl.static_range(2):
-            plane = high if virtual == 0 else low
-            total = tl.sum(tl.reshape(tl.permute(plane, (1, 0, 2, 3)), (8, 32)), axis=1)
+            total = tl.sum(tl.sum(high if virtual == 0 else low, axis=2), axis=0)
             _store_sums(
                 sums_ptr, tl.reshape(total, (1, 1, 8, 1)), row, virtual, num_x, num_steps, step, groups, 8, WIDE
             )
@@ -108,8 +124,9 @@ def integer_rows_kernel(
         block = tl.reshape(tl.arange(0, 4), (1, 1, 4, 1))
         groups = block // 2 * 8 + tl.reshape(tl.arange(0, 4), (1, 4, 1, 1)) * 2 + block % 2
         for virtual in tl.static_range(2):
-            plane = high if virtual == 0 else low
-            total = tl.sum(tl.reshape(plane, (4, 4, 16)), axis=2)
+            # In two steps: Triton 3.6 adds up wrong lanes where those of one axis lie apart.
+            total = tl.sum(high if virtual == 0 else low, axis=2)
+            total = tl.sum(tl.reshape(total, (4, 4, 2)), axis=2)
             _store_sums(
                 sums_ptr, tl.reshape(total, (1, 4, 4, 1)), row, virtual, num_x, num_steps, step, groups, 16, WIDE
             )

@@ -144,27 +144,6 @@ def by_weight_row(v, BN: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def by_thread(total, T: tl.constexpr, HALF: tl.constexpr):
-    """Sums [16 T, HALF] as [4, 8, HALF / 4, T, 2], what a thread holds last: stored so, they need no exchange."""
-    return tl.permute(tl.reshape(total, (T, 2, 8, HALF // 4, 4)), (4, 2, 3, 0, 1))
-
-
-@triton.jit
-def from_thread(held, T: tl.constexpr, HALF: tl.constexpr):
-    """`by_thread` backwards."""
-    return tl.reshape(tl.permute(held, (3, 4, 1, 2, 0)), (16 * T, HALF))
-
-
-@triton.jit
-def places_by_thread(T: tl.constexpr, HALF: tl.constexpr):
-    """Places of `by_thread`'s values in memory, a thread's pairs beside those of its neighbours."""
-    lane = tl.reshape(tl.arange(0, 8), (1, 8, 1, 1, 1)) * 4 + tl.reshape(tl.arange(0, 4), (4, 1, 1, 1, 1))
-    block = tl.reshape(tl.arange(0, HALF // 4), (1, 1, HALF // 4, 1, 1)) * T
-    block += tl.reshape(tl.arange(0, T), (1, 1, 1, T, 1))
-    return (block * 32 + lane) * 2 + tl.reshape(tl.arange(0, 2), (1, 1, 1, 1, 2))
-
-
-@triton.jit
 def whole_sums(total, BN: tl.constexpr, HALF: tl.constexpr):
     """Sums [BN, 2 HALF] of upper and lower bytes as float32 sums [BN, HALF] of the integers they are of."""
     upper, lower = tl.split(tl.reshape(total, (BN, HALF, 2)))
@@ -241,31 +220,35 @@ def nibble_of(word, shift, ASM: tl.constexpr):
 
 
 @triton.jit
-def integer_scale(words, group: tl.constexpr, SCALE: tl.constexpr, ASM: tl.constexpr):
-    """The integer scale of group `group` of a step, in the shape of the words."""
-    if SCALE == ODD_NIBBLES:
-        word = words[1 + group // 8]
-        LEFT: tl.constexpr = 1 if group % 8 == 0 else 0
-        RIGHT: tl.constexpr = 4 * (group % 8) - 1 + LEFT
-        if ASM:
-            scale = tl.inline_asm_elementwise(
-                f"{{ .reg .b32 t; shl.b32 t, $1, {LEFT}; shr.b32 t, t, {RIGHT}; lop3.b32 $0, t, 30, 1, 234; }}",
-                "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1,
-            )  # fmt: skip
-        else:
-            scale = ((word >> (4 * (group % 8))) & 15) * 2 + 1
+def odd_bytes(word, HIGH: tl.constexpr, ASM: tl.constexpr):
+    """2 n + 1 of the lower or the upper nibble n of each byte of words, as bytes."""
+    if ASM:
+        MOVE: tl.constexpr = "shr.b32 t, $1, 3;" if HIGH else "shl.b32 t, $1, 1;"
+        odd = tl.inline_asm_elementwise(
+            f"{{ .reg .b32 t; {MOVE} lop3.b32 $0, t, 505290270, 16843009, 234; }}", "=r,r", [word], dtype=tl.int32,
+            is_pure=True, pack=1,
+        )  # fmt: skip
     else:
-        word = words[1 + group // 4]
-        if ASM:
-            # The upper three bytes are zero, or repeat the sign.
-            UPPER: tl.constexpr = 0x4440 if SCALE == UNSIGNED_BYTES else 0x8880 + 0x1110 * (group % 4)
-            scale = tl.inline_asm_elementwise(
-                f"prmt.b32 $0, $1, 0, {UPPER + group % 4};", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
-            )
-        else:
-            scale = (word >> (8 * (group % 4))) & 255
-            if SCALE == SIGNED_BYTES:
-                scale = scale.to(tl.int8).to(tl.int32)
+        odd = (((word >> 3) if HIGH else (word << 1)) & 0x1E1E1E1E) | 0x01010101
+    return odd
+
+
+@triton.jit
+def integer_scale(words, group: tl.constexpr, SCALE: tl.constexpr, ASM: tl.constexpr):
+    """The integer scale of group `group` of a step, in the shape of the words. (Nibbles n for 2 n + 1 come as
+    `odd_bytes`, those of even groups in the first word.)"""
+    word = words[1 + group % 2] if SCALE == ODD_NIBBLES else words[1 + group // 4]
+    BYTE: tl.constexpr = group // 2 if SCALE == ODD_NIBBLES else group % 4
+    if ASM:
+        # The upper three bytes are zero, or repeat the sign.
+        UPPER: tl.constexpr = 0x8880 + 0x1110 * BYTE if SCALE == SIGNED_BYTES else 0x4440
+        scale = tl.inline_asm_elementwise(
+            f"prmt.b32 $0, $1, 0, {UPPER + BYTE};", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        scale = (word >> (8 * BYTE)) & 255
+        if SCALE == SIGNED_BYTES:
+            scale = scale.to(tl.int8).to(tl.int32)
     return scale
 
 

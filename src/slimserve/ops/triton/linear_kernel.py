@@ -4,8 +4,10 @@ A program owns BN weight rows and BM input rows and walks K in steps, in order. 
 a function of (N, K, format) alone and whose lengths differ by one step at most. Each segment has its own float32
 accumulator; segments are added in order, either by the program that walked them all, or, where segments run in
 parallel, by one of them, which reads the others' stored sums: the last to finish, or, in the narrow form, the last in
-order, which waits for the others (`take_over`). Products are tensor-core products of sixteen elements at a time with
-the weights as left operand, held in registers from load to product (`tiles.from_fragment`).
+order, which waits for the others (`take_over`). With few input rows all programs of first segments begin before those
+of second ones (BY_SEGMENT), so that those that add up begin last and mostly find all sums there. Products are
+tensor-core products of sixteen elements at a time with the weights as left operand, held in registers from load to
+product (`tiles.from_fragment`).
 
 Two forms. Narrow (few rows): a program is one warp; nothing passes through shared memory, no barrier is met. Wide: a
 program is one or more groups of four warps, x (laid out for it by `prepare_rows`) comes through shared memory, and
@@ -26,9 +28,11 @@ from slimserve.ops.triton.tiles import (
     PLAIN,
     WORD_E2M1,
     by_row,
+    by_thread,
     code_tiles,
     fragments_of_step,
     from_fragment,
+    from_thread,
     group_factor,
     group_scale,
     held_rows,
@@ -36,6 +40,7 @@ from slimserve.ops.triton.tiles import (
     load_operands,
     load_words,
     place_of,
+    places_by_thread,
     side_by_side,
     to_fragments,
     to_sums,
@@ -47,7 +52,7 @@ ANNOUNCED, HANDED = tl.constexpr(1), tl.constexpr(2)
 """How segments that run in parallel meet: the last to announce itself adds up, or the last in order (`take_over`)."""
 
 ABSENT = tl.constexpr(-1)
-MOST_TRIES = tl.constexpr(1 << 20)
+MOST_TRIES, PATIENCE = tl.constexpr(1 << 20), tl.constexpr(64)
 
 
 @triton.jit
@@ -226,13 +231,12 @@ def _multiply_step(
 
 
 @triton.jit
-def sum_segments(ptr, stride, num_segments, mask, total, UNROLL: tl.constexpr):
+def sum_segments(ptr, stride, num_segments, total, UNROLL: tl.constexpr):
     """Stored sums of all segments added to `total` in order; UNROLL of them are under way at a time."""
     for first in range(0, num_segments, UNROLL):
         for i in tl.static_range(UNROLL):
             # Beyond the last segment zero is added, which changes no bit of a sum that began with zero.
-            at = tl.minimum(first + i, num_segments - 1)
-            value = tl.load(ptr + at * stride, mask=mask, other=0.0, cache_modifier=".cg")
+            value = tl.load(ptr + tl.minimum(first + i, num_segments - 1) * stride, cache_modifier=".cg")
             total += tl.where(first + i < num_segments, value, 0.0)
     return total
 
@@ -245,40 +249,66 @@ def hand_over(ptr, total):
 
 
 @triton.jit
-def take_over(ptr, stride, count, last, UNROLL: tl.constexpr):
-    """The sums of `count` segments in order and `last` after them, as soon as all are stored; places are ABSENT again.
+def _asked(ptr, stride, first, count, total, TAKEN: tl.constexpr, EXACT: tl.constexpr):
+    """total plus TAKEN stored sums from `first` on, asked for together and added in order (EXACT: there are just so
+    many)."""
+    for i in tl.static_range(TAKEN):
+        if EXACT:
+            total += tl.load(ptr + i * stride, volatile=True).to(tl.float32, bitcast=True)
+        else:
+            # Beyond the last segment zero is added, which changes no bit of a sum that began with zero.
+            bits = tl.load(ptr + tl.minimum(first + i, count - 1) * stride, volatile=True)
+            total += tl.where(first + i < count, bits.to(tl.float32, bitcast=True), 0.0)
+    return total
 
-    Programs start in the order of their numbers, and the one that waits is the last of its tile's, so those it waits
-    for are at work. Should one not come, sums are NaN after a while: a kernel must end.
+
+@triton.jit
+def take_over(ptr, stride, count, last, TAKEN: tl.constexpr, EXACT: tl.constexpr):
+    """The sums of `count` segments in order and `last` after them, as soon as all are stored; places are ABSENT again.
+    TAKEN are asked for at a time; EXACT: all.
+
+    An absent sum is a NaN and makes one of what it is added to, so a total that is none has all its parts; only if it
+    stays one for a while is it asked whether a part is absent. Programs start in the order of their numbers, and the
+    one that waits is the last of its tile's, so those it waits for are at work. Should one not come, sums are NaN after
+    a while: a kernel must end.
     """
     total = tl.zeros_like(last)
-    for first in range(0, count, UNROLL):
+    for first in range(0, count, TAKEN):
         found = total
         tries = 0
         while tries < MOST_TRIES:
-            found = total
-            absent = tl.zeros(last.shape, tl.int32)
-            for i in tl.static_range(UNROLL):
-                # Beyond the last segment zero is added, which changes no bit of a sum that began with zero.
-                bits = tl.load(ptr + tl.minimum(first + i, count - 1) * stride, volatile=True)
-                absent = absent | (bits == ABSENT).to(tl.int32)
-                found += tl.where(first + i < count, bits.to(tl.float32, bitcast=True), 0.0)
-            tries = tl.where(tl.max(tl.ravel(absent), axis=0) > 0, tries + 1, MOST_TRIES)
+            found = _asked(ptr, stride, first, count, total, TAKEN, EXACT)
+            whole = tl.max(tl.ravel((found != found).to(tl.int32)), axis=0) == 0
+            tries += 1
+            if tries % PATIENCE == 0:
+                absent = tl.zeros(last.shape, tl.int32)
+                for other in range(first, tl.minimum(first + TAKEN, count)):
+                    absent = absent | (tl.load(ptr + other * stride, volatile=True) == ABSENT).to(tl.int32)
+                whole = whole | (tl.max(tl.ravel(absent), axis=0) == 0)
+            tries = tl.where(whole, MOST_TRIES, tries)
         total = found
-        for i in tl.static_range(UNROLL):
-            tl.store(ptr + tl.minimum(first + i, count - 1) * stride, tl.full(last.shape, ABSENT, tl.int32))
+        for i in tl.static_range(TAKEN):
+            place = ptr + i * stride if EXACT else ptr + tl.minimum(first + i, count - 1) * stride
+            tl.store(place, tl.full(last.shape, ABSENT, tl.int32))
     return total + last
 
 
 @triton.jit
-def store_segment(ptr, lock_ptr, stride, segment, num_segments, total, mask, SPLIT: tl.constexpr):
+def step_of(segment, num_steps, num_segments):
+    """The first step of a segment: longer segments come before shorter ones where they can, because programs that
+    begin first get most of a multiprocessor."""
+    return (segment * num_steps + num_segments - 1) // num_segments
+
+
+@triton.jit
+def store_segment(ptr, lock_ptr, stride, segment, num_segments, total, SPLIT: tl.constexpr):
     """Store a segment's sums where its tile's others look; whether another program adds them up."""
     if SPLIT == HANDED:
         other = segment < num_segments - 1
         if other:
             hand_over(ptr + segment * stride, total)
     else:
-        tl.store(ptr + segment * stride, total, mask=mask)
+        tl.store(ptr + segment * stride, total)
         # Every thread's store is done before one thread announces it; the last to announce sees all of them.
         tl.debug_barrier()
         other = tl.atomic_add(lock_ptr, 1, sem="acq_rel") != num_segments - 1
@@ -287,15 +317,16 @@ def store_segment(ptr, lock_ptr, stride, segment, num_segments, total, mask, SPL
 
 @triton.jit
 def add_segments(
-    ptr, lock_ptr, stride, num_segments, last, mask, SPLIT: tl.constexpr, UNROLL: tl.constexpr, TAKEN: tl.constexpr
-):
+    ptr, lock_ptr, stride, num_segments, last, SPLIT: tl.constexpr, UNROLL: tl.constexpr, TAKEN: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
     """The sums of all segments of a tile, of which `last` is this program's. UNROLL, and TAKEN where they are handed
     over: as many are asked for at a time, and each time costs the way to the second-level cache and back."""
     if SPLIT == HANDED:
-        total = take_over(ptr, stride, num_segments - 1, last, TAKEN)
+        total = take_over(ptr, stride, num_segments - 1, last, TAKEN, EXACT)
     else:
         tl.debug_barrier()
-        total = sum_segments(ptr, stride, num_segments, mask, tl.zeros_like(last), UNROLL)
+        total = sum_segments(ptr, stride, num_segments, tl.zeros_like(last), UNROLL)
         tl.store(lock_ptr, 0)
     return total
 
@@ -312,7 +343,8 @@ def linear_kernel(
     GRID_DELTA: tl.constexpr, W_PARTS: tl.constexpr, X_PARTS: tl.constexpr, OFFSETS: tl.constexpr,
     ROW_SCALE: tl.constexpr, BLOCK_SCALE: tl.constexpr, CHAIN: tl.constexpr, TAIL: tl.constexpr,
     SPLIT: tl.constexpr, GROUPED: tl.constexpr, WIDE: tl.constexpr, OVERLAP: tl.constexpr, ASM: tl.constexpr,
-    UPCAST: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, TAKEN: tl.constexpr,
+    UPCAST: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, BY_SEGMENT: tl.constexpr,
+    TAKEN: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """See the module. tiles: sixteens of weight rows; x_width: of a row of x.
 
@@ -321,7 +353,7 @@ def linear_kernel(
     T: tl.constexpr = BN // 16
     UNROLL: tl.constexpr = 8 if BM <= 8 else 4 if BM <= 16 else 2
     tile_m = tl.program_id(0)
-    tile_n = tl.program_id(2)
+    tile_n = tl.program_id(1 if BY_SEGMENT else 2)
     n = tile_n * BN + tl.arange(0, BN)
     live_n = n < rows
     n = tl.minimum(n, rows - 1)
@@ -356,14 +388,14 @@ def linear_kernel(
     first_segment = 0
     last_segment = num_segments
     if SPLIT:
-        first_segment = tl.program_id(1)
+        first_segment = tl.program_id(2 if BY_SEGMENT else 1)
         last_segment = first_segment + 1
     if OVERLAP and not GROUPED and BM > 8:
         cuda.gdc_wait()
     for segment in range(first_segment, last_segment):
         acc = tl.zeros((BN, BM), tl.float32)
-        first_step = segment * num_steps // num_segments
-        last_step = (segment + 1) * num_steps // num_segments
+        first_step = step_of(segment, num_steps, num_segments)
+        last_step = step_of(segment + 1, num_steps, num_segments)
         low_step = fragments_of_step(c0_ptr, first_step, tiles, STEP * LOW_BITS // 256)
         high_step = fragments_of_step(c1_ptr, first_step, tiles, STEP * HIGH_BITS // 256)
         words_step = words_of_step(words_ptr, first_step, rows, WORDS)
@@ -388,12 +420,12 @@ def linear_kernel(
     if SPLIT:
         at = tl.cast(tile_n, tl.int64) * tl.num_programs(0) + tile_m
         SIZE: tl.constexpr = BN * BM
-        work_ptr += (tl.arange(0, BM) * BN)[None, :] + tl.arange(0, BN)[:, None]
-        work_ptr += at * num_segments * SIZE
-        mask = live_m[None, :]
-        if store_segment(work_ptr, lock_ptr + at, SIZE, first_segment, num_segments, total, mask, SPLIT):
+        work_ptr += at * num_segments * SIZE + places_by_thread(T, BM, 2)
+        held_total = by_thread(total, T, BM, 2)
+        if store_segment(work_ptr, lock_ptr + at, SIZE, first_segment, num_segments, held_total, SPLIT):
             return
-        total = add_segments(work_ptr, lock_ptr + at, SIZE, num_segments, total, mask, SPLIT, UNROLL, TAKEN)
+        held_total = add_segments(work_ptr, lock_ptr + at, SIZE, num_segments, held_total, SPLIT, UNROLL, TAKEN, EXACT)
+        total = from_thread(held_total, T, BM, 2)
     if ROW_SCALE:
         total = total * tl.load(row_scale_ptr + n)[:, None]
     place = out_row.to(tl.int64)[None, :] * stride_out + n[:, None]

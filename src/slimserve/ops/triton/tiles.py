@@ -105,6 +105,29 @@ def to_sums(v, BN: tl.constexpr, BM: tl.constexpr):
 
 
 @triton.jit
+def by_thread(total, T: tl.constexpr, WIDTH: tl.constexpr, PER: tl.constexpr):
+    """Sums [16 T, WIDTH], of which a thread holds PER neighbouring columns, as [4, 8, WIDTH / 4 / PER, T, 2 PER], what
+    a thread holds last: stored so, they need no exchange."""
+    held = tl.permute(tl.reshape(total, (T, 2, 8, WIDTH // 4 // PER, 4, PER)), (4, 2, 3, 0, 1, 5))
+    return tl.reshape(held, (4, 8, WIDTH // 4 // PER, T, 2 * PER))
+
+
+@triton.jit
+def from_thread(held, T: tl.constexpr, WIDTH: tl.constexpr, PER: tl.constexpr):
+    """`by_thread` backwards."""
+    held = tl.reshape(held, (4, 8, WIDTH // 4 // PER, T, 2, PER))
+    return tl.reshape(tl.permute(held, (3, 4, 1, 2, 0, 5)), (16 * T, WIDTH))
+
+
+@triton.jit
+def places_by_thread(T: tl.constexpr, WIDTH: tl.constexpr, PER: tl.constexpr):
+    """Places of `by_thread`'s values in memory, a thread's beside those of its neighbours."""
+    lane = tl.arange(0, 4)[:, None, None, None, None] + tl.arange(0, 8)[None, :, None, None, None] * 4
+    block = tl.arange(0, WIDTH // 4 // PER)[None, None, :, None, None] * T + tl.arange(0, T)[None, None, None, :, None]
+    return (block * 32 + lane) * (2 * PER) + tl.arange(0, 2 * PER)[None, None, None, None, :]
+
+
+@triton.jit
 def held_rows(first, T: tl.constexpr):
     """Weight rows [4, 8, T, 2] from `first` on: dimensions so ordered that a load of them gives every thread the two
     rows of each sixteen whose sums it holds. (Four threads read the same.)"""
