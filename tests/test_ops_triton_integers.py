@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -22,13 +23,18 @@ if not any(mark.name == "skip" for mark in pytestmark):
     import triton
     import triton.language as tl
 
-    from slimserve.measure.kernel_sweep import cuts_of
+    from slimserve.measure.kernel_sweep import CROWD, PROGRAMS, cuts_of
     from slimserve.measure.kernels import SHAPES
     from slimserve.ops.triton import integers, relayout
     from slimserve.ops.triton import linear as kernels
     from slimserve.ops.triton.experts import group_rows
     from slimserve.ops.triton.formats import TILE_FORMATS
-    from slimserve.ops.triton.linear_kernel import hand_over, step_of
+    from slimserve.ops.triton.linear_kernel import PATIENCE, hand_over, step_of, take_over
+
+    @triton.jit
+    def take_over_kernel(places_ptr, out_ptr, count, TAKEN: tl.constexpr, EXACT: tl.constexpr):
+        at = tl.arange(0, 8)
+        tl.store(out_ptr + at, take_over(places_ptr + at, 8, count, tl.full((8,), 1.0, tl.float32), TAKEN, EXACT))
 
     @triton.jit
     def bounds_kernel(out_ptr, num_steps, num_segments):
@@ -306,7 +312,7 @@ def test_narrow_and_wide_forms_give_the_same_bits(name: str, monkeypatch: pytest
     torch.manual_seed(26)
     weight = random_weight(name, 13, 2304)
     linear = served(weight)
-    linear.segments = 5  # the first is shorter
+    linear.segments = 5  # the last is shorter
     x = torch.randn(3, 2304).bfloat16()
     results = []
     narrow, wide = kernels.Tile(*NARROW), kernels.Tile(*WIDE)
@@ -330,13 +336,51 @@ def test_no_sum_that_is_handed_over_looks_absent() -> None:
     assert places.tolist() == [0x7FFFFFFF, *bits[1:]]
 
 
+@pytest.mark.skipif(ON_DEVICE, reason="sums come late only under the interpreter")
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_sum_may_come_at_any_time(exact: bool, broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums of two segments are waited for; one of them appears after so many loads, another is a NaN by itself."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    load, loads = InterpreterBuilder.create_masked_load, 0
+    places = torch.full((16,), -1, dtype=torch.int32)
+
+    def counted(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal loads
+        loads += 1
+        if loads == late:
+            places[8:] = torch.full((8,), 0.5).view(torch.int32)
+        return load(*arguments, **keywords)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counted)
+    # So many loads a time, and two more when it is asked what is absent.
+    taken = 2 if exact else 4
+    asked = taken * PATIENCE.value
+    for late in (1, 2, 3, *range(asked - taken - 1, asked + taken + 4), 2 * asked + 3):
+        loads = 0
+        places[:8] = torch.full((8,), 0.25).view(torch.int32)
+        places[8:] = -1
+        if broken:
+            places[3] = 0x7FC00000
+        out = torch.zeros(8)
+        take_over_kernel[(1,)](places, out, 2, TAKEN=taken, EXACT=exact)
+        expected = torch.full((8,), 1.75)
+        if broken:
+            assert out[3].isnan()
+            out[3] = 1.75
+        assert torch.equal(out, expected), late
+        assert bool((places == -1).all())
+
+
 @pytest.mark.parametrize(("steps", "segments"), [(20, 3), (68, 9), (72, 18), (5, 5), (7, 1), (137, 60)])
-def test_segments_differ_by_a_step_and_the_first_is_longest(steps: int, segments: int) -> None:
+def test_segments_differ_by_a_step_from_the_longest_to_the_shortest(steps: int, segments: int) -> None:
     bounds = torch.full((segments + 1,), -1, dtype=torch.int32, device=DEVICE)
     bounds_kernel[(1,)](bounds, steps, segments)
     lengths = bounds.diff().tolist()
     assert int(bounds[0]) == 0 and int(bounds[-1]) == steps
-    assert lengths[0] == max(lengths) == -(-steps // segments) and min(lengths) == steps // segments
+    assert lengths[0] == max(lengths) == -(-steps // segments)
+    assert lengths[-1] == min(lengths) == steps // segments
 
 
 @pytest.mark.parametrize(("name", "width", "times"), [("Q4_K", 2560, 1), ("Q4_K", 3072, 2), ("Q8_0", 2560, 5)])
@@ -379,11 +423,20 @@ def test_few_segments_are_taken_at_once_and_registers_stay_few() -> None:
     assert [taken(n, whole, kernels.NARROW_TILES[1]) for n in (9, 10)] == [(9, True), (9, False)]
 
 
+@pytest.mark.parametrize("swept", [False, True])
 @pytest.mark.parametrize("name", ["Q4_K", "F8_E4M3"])
-def test_a_measurement_compiles_what_it_times(name: str) -> None:
-    step = TILE_FORMATS[name].step
-    cuts = {kernels.cut_segments(rows, -(-width // step), step) for rows, width in SHAPES.values()}
-    assert cuts - {1} == set(cuts_of(name)) and {3, 5, 9, 18} <= set(cuts_of(name))
+def test_a_measurement_compiles_what_it_times(name: str, swept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    fmt, programs = TILE_FORMATS[name], PROGRAMS if swept else ()
+    compiled = cuts_of(name, SHAPES, programs)
+    # Of the weights that they are compiled on, no segment is without a step.
+    assert max(compiled) <= min(8192, CROWD[1]) // fmt.step
+    kinds = {kernels.taken_at_once(cut - 1, fmt, kernels.CAPPED) for cut in compiled}
+    for count in programs or [kernels.SEGMENT_PROGRAMS]:
+        monkeypatch.setattr(kernels, "SEGMENT_PROGRAMS", count)
+        for rows, width in SHAPES.values():
+            weight = SimpleNamespace(rows=rows, steps=-(-width // fmt.step), format=fmt, groups=1)
+            cut = kernels.segments_of(cast("relayout.TileWeight", weight))
+            assert cut == 1 or kernels.taken_at_once(cut - 1, fmt, kernels.CAPPED) in kinds
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -15,7 +15,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -35,7 +35,6 @@ from slimserve.ops.triton import launch as launching
 from slimserve.ops.triton import linear
 from slimserve.ops.triton.formats import TILE_FORMATS
 from slimserve.ops.triton.linear import Tile, TritonLinear
-from slimserve.ops.triton.relayout import TileWeight
 
 TILES: dict[int, tuple[Tile, ...]] = {
     1: (linear.CAPPED, linear.NARROW, Tile(32, 8, registers=128)),
@@ -85,36 +84,42 @@ class Timing:
     failure: str = ""
 
 
-def cuts_of(name: str) -> list[int]:
-    """Segments of K of a format at all measured shapes: each number has its own kernel (`linear.taken_at_once`)."""
+def cuts_of(name: str, shapes: Iterable[str] = SHAPES, programs: Sequence[int] = ()) -> list[int]:
+    """Segments of K of a format at these shapes and cuts (by default what is served): each number has a kernel of its
+    own (`linear.taken_at_once`)."""
     step = TILE_FORMATS[name].step
-    return sorted({linear.cut_segments(rows, -(-width // step), step) for rows, width in SHAPES.values()} - {1})
+    found = {
+        cut_for(SHAPES[what][0], -(-SHAPES[what][1] // step), step, number)
+        for what in shapes
+        for number in programs or [linear.SEGMENT_PROGRAMS]
+    }
+    return sorted(found - {1})
 
 
-CROWD = (17408, 2560)
+CROWD = (17408, 5120)
 """A weight that has more programs, however it is cut, than lie evenly on a device (`linear.most_registers`)."""
 
 
-def compile_crowded(name: str, rows: int) -> None:
+def compile_crowded(name: str, rows: int, cuts: Sequence[int]) -> None:
     """Compile the narrowest form as it is launched with many programs."""
     device = torch.device("cuda")
     served = TritonLinear(random_packed(name, CROWD, device), device, NumericsConfig())
     x = torch.randn(rows, CROWD[1], device=device).bfloat16()
-    for segments in cuts_of(name):
+    for segments in cuts:
         served.segments = segments
         served.run(x, torch.empty(rows, CROWD[0], device=device), linear.CAPPED)
 
 
-def compile_tiles(name: str, rows: int) -> None:
+def compile_tiles(name: str, rows: int, cuts: Sequence[int]) -> None:
     """Compile what the sweep runs of one format and number of rows, on small weights."""
     device = torch.device("cuda")
     if linear.CAPPED in tiles_of(name)[rows]:
-        compile_crowded(name, rows)
+        compile_crowded(name, rows, cuts)
     served = TritonLinear(random_packed(name, (1024, 8192), device), device, NumericsConfig())
     x = torch.randn(rows, 8192, device=device).bfloat16()
     launching.OVERLAP = True
     tiles = tiles_of(name)
-    for segments in cuts_of(name):
+    for segments in cuts:
         served.segments = segments
         for tile in tiles[rows]:
             try:
@@ -131,9 +136,12 @@ def compile_tiles(name: str, rows: int) -> None:
     torch.cuda.synchronize()
 
 
-def compile_all(formats: Sequence[str], chosen: Sequence[int], deadline: float) -> list[str]:
+def compile_all(
+    formats: Sequence[str], chosen: Sequence[int], shapes: Sequence[str], programs: Sequence[int], deadline: float
+) -> list[str]:
     """Compile in one process per format and number of rows, side by side: the formats of which none failed."""
-    command = [sys.executable, "-m", "slimserve.measure.kernel_sweep", "--compile"]
+    command = [sys.executable, "-m", "slimserve.measure.kernel_sweep", "--shapes", ",".join(shapes)]
+    command += ["--programs", ",".join(map(str, programs)), "--compile"]
     workers = {
         (name, rows): subprocess.Popen([*command, f"{name}:{rows}"])
         for name in formats
@@ -167,12 +175,12 @@ def copies_of(served: TritonLinear, count: int) -> list[TritonLinear]:
     return copies
 
 
-def segments_for(weight: TileWeight, programs: int) -> int:
+def cut_for(rows: int, steps: int, step: int, programs: int) -> int:
     """The cut of K that aims at a number of programs."""
     kept = linear.SEGMENT_PROGRAMS
     linear.SEGMENT_PROGRAMS = programs
     try:
-        return linear.segments_of(weight)
+        return linear.cut_segments(rows, steps, step)
     finally:
         linear.SEGMENT_PROGRAMS = kept
 
@@ -189,7 +197,8 @@ def sweep_shape(
         return
     inputs = torch.randn(max(tiles), shape[1], device=device).bfloat16()
     for programs in cuts:
-        segments = segments_for(copies[0].weight, programs)
+        weight = copies[0].weight
+        segments = cut_for(weight.rows, weight.steps, weight.format.step, programs)
         for copy in copies:
             copy.segments = segments
         expected = torch.empty(len(inputs), shape[0], device=device)
@@ -273,17 +282,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("No CUDA device: the sweep needs one.", file=sys.stderr)
         return 3
+    shapes = options.shapes.split(",")
+    if not set(shapes) <= set(SHAPES):
+        parser.error(f"--shapes: there are {', '.join(SHAPES)}")
     if options.compile:
         name, rows = options.compile.split(":")
-        compile_tiles(name, int(rows))
+        compile_tiles(name, int(rows), cuts_of(name, shapes, options.programs))
         return 0
     begun = time.monotonic()
     formats = [name for name in options.formats.split(",") if name]
-    formats = compile_all(formats, options.rows, begun + 0.6 * options.seconds)
+    formats = compile_all(formats, options.rows, shapes, options.programs, begun + 0.6 * options.seconds)
     bandwidth = copy_bandwidth(torch.device("cuda"))
     print(f"compiled in {time.monotonic() - begun:.0f} s; copy {bandwidth / 1e9:.0f} GB/s", flush=True)
     found: list[Timing] = []
-    for what in options.shapes.split(","):
+    for what in shapes:
         for name in formats:
             one = list(sweep_shape(what, name, bandwidth, options.rows, options.programs, begun + options.seconds))
             show(one, options.programs)

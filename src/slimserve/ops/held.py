@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable
 from functools import lru_cache
@@ -60,6 +61,7 @@ PROCESSORS = 132
 """Multiprocessors of the device to plan for, where it is not here to be asked: an H200's."""
 
 
+@functools.lru_cache(maxsize=4096)
 def product_scratch(format_name: str, shape: tuple[int, ...], rows: int, *, grouped: bool = False) -> int:
     """Bytes that a product of `rows` input rows with a weight [..., N, K] takes on a CUDA device beside its result.
 
@@ -89,15 +91,22 @@ def product_scratch(format_name: str, shape: tuple[int, ...], rows: int, *, grou
     return sums + rows * steps * laid_out
 
 
-def scratch_rows(shape: tuple[int, ...]) -> int:
-    """The most input rows whose product with a weight [..., N, K] still stores sums, on wide tiles; at least 1."""
+def scratch_rows(format_name: str, shape: tuple[int, ...]) -> set[int]:
+    """Numbers of input rows at which a product with a weight [..., N, K] may store most sums: for each wide tile the
+    most at which it still stores any."""
     if len(shape) < 2 or importlib.util.find_spec("triton") is None:
-        return 1
+        return set()
     from slimserve.ops.triton import linear
+    from slimserve.ops.triton.formats import TILE_FORMATS
 
-    wide = [tile for tile in linear.TILES if tile.wide]
-    most = [(linear.split_limit(PROCESSORS, tile) - 1) // -(-shape[-2] // tile.rows) * tile.columns for tile in wide]
-    return max(1, *most)
+    fmt = find_format(format_name)
+    if fmt is None or fmt.name not in TILE_FORMATS:
+        return set()
+    found = set()
+    for tile in (tile for tile in linear.TILES if tile.wide):
+        tiles = (linear.split_limit(PROCESSORS, tile) - 1) // -(-shape[-2] // tile.rows)
+        found.add(tiles * (tile.columns // TILE_FORMATS[fmt.name].columns))
+    return found - {0}
 
 
 def attention_scratch(

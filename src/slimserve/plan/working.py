@@ -136,8 +136,8 @@ def _products(description: Description) -> set[tuple[str, tuple[int, ...], int, 
 
 def _lengths(description: Description, tokens: int) -> list[int]:
     """Lengths of a step at which working memory may be largest: the longest, and where products last store sums."""
-    least = [scratch_rows(shape) for _, shape, _, grouped in _products(description) if not grouped]
-    return sorted({tokens, *(length for length in least if length < tokens)})
+    most = (scratch_rows(fmt, shape) for fmt, shape, _, grouped in _products(description) if not grouped)
+    return sorted({tokens, *(length for lengths in most for length in lengths if length < tokens)})
 
 
 def scratch_bytes(description: Description, rows: int, kind: str, count: int = 1, experts: bool | None = None) -> int:

@@ -101,9 +101,10 @@ STAGED_32 = Tile(64, 32, 4, True, 3)
 SHORT_64, SHORT_128 = Tile(64, 64, 4, True, 3), Tile(64, 128, 4, True, 2)
 """For up to 64 and more rows where a step is of 128 elements, whose x takes half of the shared memory."""
 LEAN_32, LEAN_64 = Tile(64, 32, 4, True, 1, 96), Tile(64, 64, 4, True, 1, 128)
-"""Without copies under way more programs fit a multiprocessor: measured to be faster for bfloat16, NVFP4 and, up to 32
-rows, FP8."""
+"""Without copies under way more programs fit a multiprocessor: measured to be faster for up to 32 rows of bfloat16 and
+FP8, and for more of bfloat16 and NVFP4."""
 E2M1_32 = Tile(64, 32, 4, True, 1)
+"""For up to 32 rows of NVFP4, whose threads were slower with few registers."""
 INTEGER_16 = Tile(32, 16, registers=128)
 """For 5 to 8 input rows of formats with minima: what they add to a step is paid for twice as many weight rows."""
 INTEGER_32 = Tile(64, 32, 4, True, 1, 128)
@@ -172,7 +173,8 @@ def most_registers(tile: Tile, programs: int, processors: int) -> int:
 
 
 def by_segment(tile: Tile) -> bool:
-    """Whether programs are numbered by their segment first: measured to be faster where input rows are few."""
+    """Whether programs are numbered by their segment first: measured to be faster where input rows are few, but slower
+    in tiles of three stages."""
     return tile.columns <= INTEGER_32.columns and tile.stages < 3
 
 
@@ -196,7 +198,7 @@ class Prepared:
     sums: torch.Tensor | None = None
 
 
-def _prepare_integers(x: torch.Tensor, weight: TileWeight, wide: bool, minima: int) -> Prepared:
+def _prepare_integers(x: torch.Tensor, weight: TileWeight, wide: bool, minima: int, table: bool) -> Prepared:
     fmt = weight.format
     num_rows, width = x.shape
     columns = 2 * num_rows if wide else cdiv(2 * num_rows, 8) * 8
@@ -209,17 +211,19 @@ def _prepare_integers(x: torch.Tensor, weight: TileWeight, wide: bool, minima: i
     integer_rows_kernel[(num_rows, weight.steps)](
         x, planes, scale, or_else(sums, planes), 2 * num_rows, width, weight.steps, x.stride(0),
         ORDER=fmt.order, MINIMA=minima, WIDE=wide, OVERLAP=overlap,
-        TABLE=bool(fmt.grid) and not (wide or INTERPRETED), num_warps=1, **options,
+        TABLE=table and not (wide or INTERPRETED), num_warps=1, **options,
     )  # fmt: skip
     return Prepared(planes, 2, width, scale, sums)
 
 
-def prepare_rows(x: torch.Tensor, weight: TileWeight, wide: bool, minima: int | None = None) -> Prepared:
-    """x [M, K] as the weight's kernel reads it: in bfloat16 planes that sum to it exactly, or as integers with sums for
-    `minima` groups of a step (by default the weight's)."""
+def prepare_rows(x: torch.Tensor, weight: TileWeight, wide: bool, readers: Sequence[TileWeight] = ()) -> Prepared:
+    """x [M, K] as the kernel of the weight and of `readers` reads it: in bfloat16 planes that sum to it exactly, or as
+    integers, with sums for groups where one of them has minima."""
     fmt = weight.format
     if fmt.integer:
-        return _prepare_integers(x, weight, wide, fmt.minima if minima is None else minima)
+        formats = [reader.format for reader in (weight, *readers)]
+        minima, table = max(each.minima for each in formats), any(each.grid for each in formats)
+        return _prepare_integers(x, weight, wide, minima, table)
     num_rows, width = x.shape
     parts = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}[x.dtype]
     overlap, options = overlap_options(x.device)
@@ -246,8 +250,8 @@ def prepare_shared(x: torch.Tensor, weights: Sequence[TileWeight], tiles: Sequen
     found: dict[tuple[bool, int, int, int, bool], Prepared] = {}
     for key, weight, tile in zip(keys, weights, tiles, strict=True):
         if key not in found:
-            minima = max(w.format.minima for k, w in zip(keys, weights, strict=True) if k == key)
-            found[key] = prepare_rows(x, weight, tile.wide, minima)
+            readers = [w for k, w in zip(keys, weights, strict=True) if k == key]
+            found[key] = prepare_rows(x, weight, tile.wide, readers)
     return [found[key] for key in keys]
 
 
@@ -310,6 +314,8 @@ def launch(
 ) -> None:
     """Write the product, K cut into `segments`, into out [M, N] (rows may be strided)."""
     fmt = weight.format
+    # A program without a step would not wait for the kernels ahead of it.
+    assert segments <= weight.steps
     columns = tile.columns // fmt.columns
     tiles_m = cdiv(num_rows, columns) if grouping is None else grouping.tile_group.shape[0]
     tiles_n = cdiv(weight.rows, tile.rows)

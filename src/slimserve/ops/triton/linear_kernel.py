@@ -52,7 +52,10 @@ ANNOUNCED, HANDED = tl.constexpr(1), tl.constexpr(2)
 """How segments that run in parallel meet: the last to announce itself adds up, or the last in order (`take_over`)."""
 
 ABSENT = tl.constexpr(-1)
-MOST_TRIES, PATIENCE = tl.constexpr(1 << 20), tl.constexpr(64)
+MOST_TRIES = tl.constexpr(1 << 20)
+"""So often sums are asked for before a program gives up and ends with NaN."""
+PATIENCE = tl.constexpr(64)
+"""So often a total may be NaN before it is asked whether a part of it is absent."""
 
 
 @triton.jit
@@ -268,23 +271,25 @@ def take_over(ptr, stride, count, last, TAKEN: tl.constexpr, EXACT: tl.constexpr
     TAKEN are asked for at a time; EXACT: all.
 
     An absent sum is a NaN and makes one of what it is added to, so a total that is none has all its parts; only if it
-    stays one for a while is it asked whether a part is absent. Programs start in the order of their numbers, and the
-    one that waits is the last of its tile's, so those it waits for are at work. Should one not come, sums are NaN after
-    a while: a kernel must end.
+    stays one for a while is it asked whether a part is absent, and if none is, the next total is taken whatever it is.
+    Programs start in the order of their numbers, and the one that waits is the last of its tile's, so those it waits
+    for are at work. Should one not come, sums are NaN after a while: a kernel must end.
     """
     total = tl.zeros_like(last)
     for first in range(0, count, TAKEN):
         found = total
         tries = 0
+        present = 0
         while tries < MOST_TRIES:
             found = _asked(ptr, stride, first, count, total, TAKEN, EXACT)
-            whole = tl.max(tl.ravel((found != found).to(tl.int32)), axis=0) == 0
+            whole = (tl.max(tl.ravel((found != found).to(tl.int32)), axis=0) == 0) | (present > 0)
             tries += 1
             if tries % PATIENCE == 0:
                 absent = tl.zeros(last.shape, tl.int32)
                 for other in range(first, tl.minimum(first + TAKEN, count)):
                     absent = absent | (tl.load(ptr + other * stride, volatile=True) == ABSENT).to(tl.int32)
-                whole = whole | (tl.max(tl.ravel(absent), axis=0) == 0)
+                # Not of this total: a sum may have come after it was made.
+                present = tl.where(tl.max(tl.ravel(absent), axis=0) > 0, 0, 1)
             tries = tl.where(whole, MOST_TRIES, tries)
         total = found
         for i in tl.static_range(TAKEN):
@@ -295,7 +300,7 @@ def take_over(ptr, stride, count, last, TAKEN: tl.constexpr, EXACT: tl.constexpr
 
 @triton.jit
 def step_of(segment, num_steps, num_segments):
-    """The first step of a segment: longer segments come before shorter ones where they can, because programs that
+    """The first step of a segment. No segment is longer than the first and none shorter than the last: programs that
     begin first get most of a multiprocessor."""
     return (segment * num_steps + num_segments - 1) // num_segments
 
