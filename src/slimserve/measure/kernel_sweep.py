@@ -279,12 +279,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not set(options.rows) <= set(every):
         parser.error(f"--rows: there are tiles for {', '.join(map(str, every))} rows")
-    if not torch.cuda.is_available():
-        print("No CUDA device: the sweep needs one.", file=sys.stderr)
-        return 3
     shapes = options.shapes.split(",")
     if not set(shapes) <= set(SHAPES):
         parser.error(f"--shapes: there are {', '.join(SHAPES)}")
+    if not torch.cuda.is_available():
+        print("No CUDA device: the sweep needs one.", file=sys.stderr)
+        return 3
     if options.compile:
         name, rows = options.compile.split(":")
         compile_tiles(name, int(rows), cuts_of(name, shapes, options.programs))

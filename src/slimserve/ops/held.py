@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from collections.abc import Callable
 from functools import lru_cache
@@ -61,7 +60,7 @@ PROCESSORS = 132
 """Multiprocessors of the device to plan for, where it is not here to be asked: an H200's."""
 
 
-@functools.lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096)
 def product_scratch(format_name: str, shape: tuple[int, ...], rows: int, *, grouped: bool = False) -> int:
     """Bytes that a product of `rows` input rows with a weight [..., N, K] takes on a CUDA device beside its result.
 

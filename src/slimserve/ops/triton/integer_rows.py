@@ -75,7 +75,7 @@ def integer_rows_kernel(
     planes: columns 2 m and 2 m + 1 are the upper and lower eight bits (both signed) of row m, for the wide form int8
     [2 M, K] in the order of the weights, for the narrow one blocks at `column_place`; scale float32 [K / 256, M];
     sums: `_store_sums`. num_x: 2 M, which the narrow form rounds up to eights. A block with a NaN or an infinity has
-    the scale NaN.
+    the scale NaN. TABLE: a product that reads them has a table in shared memory.
     """
     if OVERLAP:
         cuda.gdc_launch_dependents()
