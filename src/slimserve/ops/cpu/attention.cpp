@@ -6,6 +6,7 @@
 // threads only decide what is computed side by side.
 #include "activations.h"
 #include "pool.h"
+#include "rows.h"
 
 namespace slim {
 namespace {
@@ -202,18 +203,19 @@ INLINE void soften(float* scores, int low, int high, float softcap, float& maxim
   const float page_maximum = f_reduce_max(most);
   const float next = page_maximum > maximum ? page_maximum : maximum;
   const float base = next == -INFINITY ? 0.0f : next;
-  F sum = f_zero();
+  F sum[16 / L];
+  unroll<16 / L>(UNROLLED(c) { sum[c] = f_zero(); });
   unroll<VECS>(UNROLLED(v) {
     const I at = i_add(i_load(LANES), i_set(v * L));
     F p = f_exp(f_sub(s[v], f_set(base)));
     p = f_select_lt(at, from, f_zero(), f_select_lt(at, to, p, f_zero()));
     f_store(scores + v * L, p);
-    sum = f_add(sum, p);
+    sum[v % (16 / L)] = f_add(sum[v % (16 / L)], p);
   });
   alignas(64) float alpha[L];
   f_store(alpha, f_exp(f_set(maximum - base)));
   keep = maximum == -INFINITY ? 0.0f : alpha[0];
-  total = total * keep + f_sum(sum);
+  total = total * keep + reduce16(sum);
   maximum = next;
 }
 

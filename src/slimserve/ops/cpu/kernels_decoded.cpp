@@ -39,7 +39,7 @@ template <class Y, int... T>
 DecodedKernels make_decoded(std::integer_sequence<int, T...>) {
   DecodedKernels k{{nullptr, run_decoded<Y, T + 1, HALVES>...}, {nullptr}, run_real<Y>};
   if constexpr (L == ROWS) {
-    k.pair[4] = run_decoded<Y, 4, 2>;
+    if constexpr (WIDE_ROWS > 4) k.pair[4] = run_decoded<Y, 4, 2>;
     k.pair[WIDE_ROWS] = run_decoded<Y, WIDE_ROWS, 2>;
   }
   return k;

@@ -1,6 +1,7 @@
 // Row operations: norms, gated activations, rotary embedding, page writes. Each row is computed alone.
 #include "activations.h"
 #include "pool.h"
+#include "rows.h"
 
 namespace slim {
 namespace {
@@ -36,21 +37,27 @@ void narrow(void* p, int type, const float* x, int64_t count) {
   }
 }
 
-// Four chains of L lanes, then a fixed tree.
+// Four times sixteen chains, then a fixed tree.
 float sum_squares(const float* x, int64_t n) {
-  F acc[4] = {f_zero(), f_zero(), f_zero(), f_zero()};
+  constexpr int V = 16 / L;  // vectors of sixteen chains
+  F acc[4][V], sum[V];
+  unroll<4 * V>(UNROLLED(c) { acc[c / V][c % V] = f_zero(); });
   int64_t i = 0;
-  for (; i + 4 * L <= n; i += 4 * L) {
-    unroll<4>(UNROLLED(c) {
+  for (; i + 64 <= n; i += 64) {
+    unroll<4 * V>(UNROLLED(c) {
       F v = f_load(x + i + c * L);
-      acc[c] = f_fma(v, v, acc[c]);
+      acc[c / V][c % V] = f_fma(v, v, acc[c / V][c % V]);
     });
   }
-  for (; i < n; i += L) {
-    F v = n - i >= L ? f_load(x + i) : f_load_n(x + i, (int)(n - i));
-    acc[0] = f_fma(v, v, acc[0]);
+  for (; i < n; i += 16) {
+    unroll<V>(UNROLLED(c) {
+      const int64_t left = n - i - c * L;
+      F v = left >= L ? f_load(x + i + c * L) : f_load_n(x + i + c * L, left > 0 ? (int)left : 0);
+      acc[0][c] = f_fma(v, v, acc[0][c]);
+    });
   }
-  return f_sum(f_add(f_add(acc[0], acc[1]), f_add(acc[2], acc[3])));
+  unroll<V>(UNROLLED(c) { sum[c] = f_add(f_add(acc[0][c], acc[1][c]), f_add(acc[2][c], acc[3][c])); });
+  return reduce16(sum);
 }
 
 void norm_row(const float* x, const float* weight, float offset, float eps, int64_t n, float* y) {

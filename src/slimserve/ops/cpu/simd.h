@@ -261,11 +261,14 @@ INLINE F f_select_lt(I a, I b, F yes, F no) {
 
 #else
 
-constexpr int L = 8;
+#if !defined(SLIM_LANES)
+#define SLIM_LANES 8  // 16 as well: tests hold both against the builds with vectors
+#endif
+constexpr int L = SLIM_LANES;
 constexpr const char* ISA = "portable";
-typedef float F __attribute__((vector_size(32)));
-typedef int32_t I __attribute__((vector_size(32)));
-typedef uint32_t U __attribute__((vector_size(32)));
+typedef float F __attribute__((vector_size(4 * SLIM_LANES)));
+typedef int32_t I __attribute__((vector_size(4 * SLIM_LANES)));
+typedef uint32_t U __attribute__((vector_size(4 * SLIM_LANES)));
 #define EACH_LANE for (int lane = 0; lane < L; ++lane)
 INLINE F f_zero() { return F{}; }
 INLINE F f_set(float x) { return F{} + x; }
@@ -460,15 +463,6 @@ INLINE F f_log(F x) {
   const F m2 = f_mul(m, m);
   const F tail = f_fma(f_mul(m, m2), p, f_mul(m2, f_set(-0.5f)));
   return f_fma(e, f_set(0.693147182f), f_add(m, tail));
-}
-
-// Sum of all lanes by halving.
-INLINE float f_sum(F a) {
-  alignas(64) float v[L];
-  f_store(v, a);
-  for (int half = L / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) v[i] += v[i + half];
-  return v[0];
 }
 
 INLINE float f_sum8(const float* v) {
