@@ -29,7 +29,10 @@ PROMPT, DECODED = 150, 3
 
 def digest(*tensors: torch.Tensor) -> str:
     """Of the bits, in order."""
-    return hashlib.sha256(b"".join(t.contiguous().view(torch.uint8).numpy().tobytes() for t in tensors)).hexdigest()[:16]
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
 
 
 def products() -> Iterator[tuple[str, str]]:

@@ -1,4 +1,7 @@
-"""The CPU kernels give the same bits whatever instructions they are built for: evidence of one machine holds on others."""
+"""The CPU kernels give the same bits whatever instructions they are built for.
+
+So evidence of one machine holds on others.
+."""
 
 from __future__ import annotations
 

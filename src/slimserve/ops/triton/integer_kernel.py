@@ -30,7 +30,6 @@ from slimserve.ops.triton.integers import (
     by_weight_row,
     byte_field,
     byte_fields,
-    codes_of_step,
     column_place,
     eights,
     element_at,
@@ -40,7 +39,6 @@ from slimserve.ops.triton.integers import (
     grid_values,
     half_of_chunk,
     integer_scale,
-    load_bytes,
     load_columns,
     nibble_of,
     odd_bytes,
@@ -55,9 +53,11 @@ from slimserve.ops.triton.integers import (
 from slimserve.ops.triton.linear_kernel import add_segments, step_of, store_segment
 from slimserve.ops.triton.tiles import (
     by_thread,
+    fragments_of_step,
     from_thread,
     half_of,
     held_rows,
+    load_fragments,
     load_words,
     places_by_thread,
     side_by_side,
@@ -245,7 +245,7 @@ def _multiply_integers(
         value = whole_sums(total, BN, HALF) * by_weight_row(unit, BN, HALF)
     if MINIMA > 0:
         # Four steps read the same bytes.
-        minima = load_bytes(minima_ptr + (step >> 2) * (tiles * 512), tile, 1, "")
+        minima = load_fragments(minima_ptr + (step >> 2) * (tiles * 512), tile, 1, 512, "")
         least = _dot_minima(minima[0], sums_ptr, step, m, num_x, num_steps, MINIMA, WIDE, BM, T, ASM)
         value = tl.fma(small_sums(least, BN, HALF), by_weight_row(half_of(words[0], 1), BN, HALF), value)
     scales = tl.load(scale_ptr + tl.cast(step, tl.int64) * (num_x // 2) + input_rows)
@@ -322,14 +322,14 @@ def integer_kernel(
         acc = tl.zeros((BN, HALF), tl.float32)
         first_step = step_of(segment, num_steps, num_segments)
         last_step = step_of(segment + 1, num_steps, num_segments)
-        low_step = codes_of_step(c0_ptr, first_step, tiles, LOW_BITS)
-        high_step = codes_of_step(c1_ptr, first_step, tiles, HIGH_BITS)
+        low_step = fragments_of_step(c0_ptr, first_step, tiles, LOW_BITS, 512)
+        high_step = fragments_of_step(c1_ptr, first_step, tiles, HIGH_BITS, 512)
         words_step = words_of_step(words_ptr, first_step, rows, WORDS)
         for step in tl.range(first_step, last_step, num_stages=STAGES):
-            low = load_bytes(low_step, tile, LOW_BITS, POLICY)
+            low = load_fragments(low_step, tile, LOW_BITS, 512, POLICY)
             high = low
             if HIGH_BITS > 0:
-                high = load_bytes(high_step, tile, HIGH_BITS, POLICY)
+                high = load_fragments(high_step, tile, HIGH_BITS, 512, POLICY)
             words = load_words(words_step, held, rows, WORDS, T)
             low_step += tiles * (LOW_BITS * 512)
             high_step += tiles * (HIGH_BITS * 512)

@@ -10,7 +10,7 @@ field of several chunks, so one shift and one mask decode four weights. Which el
 is the format's order (`element_at`): groups of 32 are chunks, two groups of 16 are the halves of a chunk, or a thread
 holds whole groups of 16, where their scales are multiplied into the codes.
 """
-# ruff: noqa: RUF005 (kernels know no starred expressions)
+
 # mypy: disable-error-code=assignment
 
 from __future__ import annotations
@@ -69,22 +69,6 @@ def from_bytes(held, T: tl.constexpr):
 def to_bytes(v, T: tl.constexpr):
     """A value per weight row and t [16 T, 4] in the order of `from_bytes`: [T, 8, 4, 2] (the last: row g or g + 8)."""
     return tl.permute(tl.reshape(v, (T, 2, 8, 4)), (0, 2, 3, 1))
-
-
-@triton.jit
-def codes_of_step(ptr, step, tiles, COUNT: tl.constexpr):
-    """Where a step's codes begin in a plane [steps, tiles, COUNT, 512]."""
-    return ptr + tl.cast(step, tl.int64) * tiles * (COUNT * 512)
-
-
-@triton.jit
-def load_bytes(base, tile, COUNT: tl.constexpr, POLICY: tl.constexpr):
-    """COUNT fragments of the step at base as a tuple of bytes [T, 512]."""
-    at = tile[:, None] * (COUNT * 512) + tl.arange(0, 512)[None, :]
-    found = ()
-    for i in tl.static_range(COUNT):
-        found = found + (tl.load(base + i * 512 + at, eviction_policy=POLICY),)
-    return found
 
 
 @triton.jit

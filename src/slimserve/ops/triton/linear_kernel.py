@@ -78,9 +78,9 @@ def load_step(
     elif CODE == GRID:
         low = ()
     else:
-        low = load_fragments(low_step, tile, STEP * LOW_BITS // 256)
+        low = load_fragments(low_step, tile, STEP * LOW_BITS // 256, 256, "evict_first")
         if HIGH_BITS > 0:
-            high = load_fragments(high_step, tile, STEP * HIGH_BITS // 256)
+            high = load_fragments(high_step, tile, STEP * HIGH_BITS // 256, 256, "evict_first")
     if CODE != GRID:
         words = load_words(words_step, held, rows, WORDS, T)
     return low, high, words
@@ -401,8 +401,8 @@ def linear_kernel(
         acc = tl.zeros((BN, BM), tl.float32)
         first_step = step_of(segment, num_steps, num_segments)
         last_step = step_of(segment + 1, num_steps, num_segments)
-        low_step = fragments_of_step(c0_ptr, first_step, tiles, STEP * LOW_BITS // 256)
-        high_step = fragments_of_step(c1_ptr, first_step, tiles, STEP * HIGH_BITS // 256)
+        low_step = fragments_of_step(c0_ptr, first_step, tiles, STEP * LOW_BITS // 256, 256)
+        high_step = fragments_of_step(c1_ptr, first_step, tiles, STEP * HIGH_BITS // 256, 256)
         words_step = words_of_step(words_ptr, first_step, rows, WORDS)
         for step in tl.range(first_step, last_step, num_stages=STAGES):
             low, high, words = load_step(

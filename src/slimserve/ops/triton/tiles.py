@@ -161,19 +161,21 @@ def place_of(k, KD: tl.constexpr):
 
 
 @triton.jit
-def fragments_of_step(ptr, step, tiles, COUNT: tl.constexpr):
-    """Where a step's fragments begin in a plane [steps, tiles, COUNT, 256]."""
-    return ptr + tl.cast(step, tl.int64) * tiles * (COUNT * 256)
+def fragments_of_step(ptr, step, tiles, COUNT: tl.constexpr, SIZE: tl.constexpr):
+    """Where a step's fragments begin in a plane [steps, tiles, COUNT, SIZE]: 256 words or 512 bytes each."""
+    return ptr + tl.cast(step, tl.int64) * tiles * (COUNT * SIZE)
 
 
 @triton.jit
-def load_fragments(base, tile, COUNT: tl.constexpr):
-    """COUNT fragments of the step at base as a tuple of words [T, 256]."""
-    at = tile[:, None] * (COUNT * 256) + tl.arange(0, 256)[None, :]
+def load_fragments(base, tile, COUNT: tl.constexpr, SIZE: tl.constexpr, POLICY: tl.constexpr):
+    """COUNT fragments of the step at base as a tuple of [T, SIZE].
+
+    With the policy "evict_first" what x and tables hold of the first-level cache stays there.
+    """
+    at = tile[:, None] * (COUNT * SIZE) + tl.arange(0, SIZE)[None, :]
     found = ()
     for i in tl.static_range(COUNT):
-        # Read once: what x and tables hold of the first-level cache stays there.
-        found = found + (tl.load(base + i * 256 + at, eviction_policy="evict_first"),)
+        found = found + (tl.load(base + i * SIZE + at, eviction_policy=POLICY),)
     return found
 
 
