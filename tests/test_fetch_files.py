@@ -7,6 +7,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import sys
 import threading
 import time
@@ -24,6 +25,7 @@ from slimserve.errors import RunError, UsageError
 from slimserve.fetch import ensure as ensure_function
 from slimserve.fetch import hub
 from slimserve.fetch.place import probe
+from slimserve.fetch.progress import folder_bytes
 from slimserve.fetch.source import BundledPlace, FileSource, HubPlace, IndexPart, IndexPlace, Notice, Place, UrlPlace
 
 BODY = os.urandom(700_001)
@@ -577,3 +579,25 @@ def test_a_cache_that_cannot_be_written_serves_what_it_holds(
         monkeypatch.setattr(Path, name, refuse)
     assert fetch.locate(source(), settings) == settings.models / "file.bin"
     assert ensure_function(source(), settings=settings) == settings.models / "file.bin"
+
+
+def test_folders_that_vanish_while_they_are_measured_count_as_nothing(tmp_path: Path) -> None:
+    """pip makes and removes scratch folders while the bytes of a transfer are counted: that once ended a fetch."""
+    (tmp_path / "kept").write_bytes(b"x" * 1000)
+    stop = threading.Event()
+
+    def churn() -> None:
+        while not stop.is_set():
+            inner = tmp_path / "outer" / "scratch"
+            inner.mkdir(parents=True)
+            (inner / "part").write_bytes(b"y")
+            shutil.rmtree(tmp_path / "outer")
+
+    thread = threading.Thread(target=churn)
+    thread.start()
+    try:
+        sizes = {folder_bytes(tmp_path) for _ in range(5000)}
+    finally:
+        stop.set()
+        thread.join()
+    assert sizes <= {1000, 1001} and 1000 in sizes

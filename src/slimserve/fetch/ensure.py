@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from slimserve.errors import RunError
 from slimserve.fetch import hub, index
 from slimserve.fetch.place import PlaceError, probe
-from slimserve.fetch.progress import Progress, SilentProgress, Task
+from slimserve.fetch.progress import Progress, SilentProgress, Task, folder_bytes
 from slimserve.fetch.settings import FetchSettings
 from slimserve.fetch.source import BundledPlace, FileSource, HubPlace, IndexPlace, Notice, Place, UrlPlace
 from slimserve.fetch.transfer import download_url
@@ -174,8 +174,7 @@ def _notice_bytes(notice: Notice, staging: Path, settings: FetchSettings) -> byt
 
 def _check_disk(source: FileSource, staging: Path, place: Place) -> None:
     """Refuse before the transfer when the disk cannot hold what is still missing."""
-    held = sum(path.stat().st_size for path in staging.rglob("*") if path.is_file())
-    scratch = 0
+    held, scratch = folder_bytes(staging), 0
     if isinstance(place, IndexPlace):
         scratch = min(len(place.parts), 6) * source.num_bytes // len(place.parts)
     needed = max(source.num_bytes - held, 0) + scratch + _MARGIN_BYTES

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -134,14 +135,12 @@ def _make_bars() -> Any:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes of the files below a folder; files that vanish meanwhile count as nothing."""
+    """Bytes of the files below a folder; files and folders that vanish meanwhile count as nothing."""
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            if path.is_file():
-                total += path.stat().st_size
-        except OSError:
-            continue
+    for parent, _, names in os.walk(folder):  # passes over folders that cannot be listed
+        for name in names:
+            with suppress(OSError):
+                total += os.stat(os.path.join(parent, name)).st_size
     return total
 
 
