@@ -159,7 +159,8 @@ def graph_terms(
         return [Term("graphs", 0, label, "no steps are recorded")]
     logits = rows * description.vocab_size * 4
     contexts = _recorded_contexts(demand.max_context)
-    stored = _stored(description, demand.max_sequences, q_len, demand.max_context, memory)
+    heads = description.heads
+    stored = _stored(heads, demand.max_sequences, q_len, demand.max_context, memory)
     # Stored segments are gone when logits are made, and sums are stored while neither is there.
     large = (max(logits, stored), scratch_bytes(description, rows, memory.kind, memory.count))
     pool = GRAPH_SEGMENTS + sum(_pieces(size) for size in large)
@@ -168,7 +169,7 @@ def graph_terms(
     shapes = len(counts) * len(contexts) * q_len
     first = min(2, len(contexts))
     # Fewer rows, or a shorter context, may store segments where the widest step is past the limit and does not.
-    most = max(_stored(description, count, q_len, context, memory) for count in counts for context in contexts)
+    most = max(_stored(heads, count, q_len, context, memory) for count in counts for context in contexts)
     later = (shapes - first) * GRAPH_BYTES + _pieces(max(most, logits)) - _pieces(max(stored, logits))
     source = f"formula: pool and results of {rows} rows; fitted: {GRAPH_DRIVER // MIB} MiB of the driver's"
     return [
@@ -190,9 +191,8 @@ def _recorded_contexts(max_context: int) -> list[int]:
     return bounds
 
 
-def _stored(description: Description, rows: int, q_len: int, context: int, memory: DeviceMemory) -> int:
-    """Bytes of attention's stored segments in a step of `rows` rows, on one device."""
-    heads = description.heads
+def _stored(heads: tuple[int, int, int] | None, rows: int, q_len: int, context: int, memory: DeviceMemory) -> int:
+    """Bytes of attention's stored segments in a step of `rows` rows, on one device; `heads` are the model's."""
     if heads is None or memory.kind != "cuda":
         return 0
     return -(-attention_scratch(heads, context, rows=rows, q_len=q_len) // memory.count)
@@ -207,7 +207,7 @@ def attention_terms(
         return []
     beside = description.product_width * config.numerics.activation_dtype.itemsize
     prompt, length = widest_attention(heads, demand.max_context, config.scheduler.token_budget)
-    decode = _stored(description, demand.max_sequences, q_len, demand.max_context, memory)
+    decode = _stored(heads, demand.max_sequences, q_len, demand.max_context, memory)
     found = [(-(-prompt // memory.count) + length * beside, f"up to {length} prompt tokens")]
     found.append((decode + demand.max_sequences * q_len * beside, f"{demand.max_sequences} rows"))
     most, words = max(found)
