@@ -23,7 +23,7 @@ using DecodeFn = void (*)(const uint8_t* panel, const Part& part, int64_t groups
 // A format with `bits` 0 has no relayout: its rows stay as in the file and only `decode` reads them (kernels_raw.cpp);
 // there `part.panel_bytes` is the bytes of 16 rows and `unit_bytes` those of a file block.
 struct FormatKernels {
-  int bits, offset, group, unit, scale_bytes, unit_bytes;
+  int bits, top, offset, group, unit, scale_bytes, unit_bytes;  // top: the largest code
   bool min, full;
   TileFn direct[DIRECT_ROWS + 1];
   DecodeFn decode;
@@ -45,7 +45,7 @@ struct DecodedKernels {
 };
 
 const FormatKernels* packed_kernels(int format);  // null: a plain format or an unknown one
-const DecodedKernels& decoded_kernels(int group, bool min, bool full);
+const DecodedKernels& decoded_kernels(const FormatKernels& format);
 TileFn plain_kernel(int format, int rows);        // F32, F16, BF16, F8, F8_BLOCK: null otherwise
 
 template <class Y, int T>
@@ -65,7 +65,7 @@ void run_decode(const uint8_t* panel, const Part&, int64_t groups, uint8_t* out_
 template <class Y, int... T>
 FormatKernels make_kernels(std::integer_sequence<int, T...>) {
   using S = typename Y::Scale;
-  return {Y::BITS, Y::OFFSET, S::GROUP, S::UNIT, S::BYTES, Y::UNIT_BYTES, S::MIN, Y::FULL,
+  return {Y::BITS, Y::TOP, Y::OFFSET, S::GROUP, S::UNIT, S::BYTES, Y::UNIT_BYTES, S::MIN, Y::FULL,
           {nullptr, run_direct<Y, T + 1>...}, run_decode<Y>};
 }
 template <class Y>

@@ -67,11 +67,6 @@ TileFn plain_of(int rows, std::integer_sequence<int, T...>) {
 
 }  // namespace
 
-const DecodedKernels& decoded_kernels(int group, bool min, bool full) {
-  if (full) return decoded_of<LayoutDecoded<32, false, true>>();
-  if (group == 32) return min ? decoded_of<LayoutDecoded<32, true, false>>() : decoded_of<LayoutDecoded<32, false, false>>();
-  return min ? decoded_of<LayoutDecoded<16, true, false>>() : decoded_of<LayoutDecoded<16, false, false>>();
-}
 
 TileFn plain_kernel(int format, int rows) {
   constexpr auto all = std::make_integer_sequence<int, MAX_ROWS>{};
@@ -83,6 +78,20 @@ TileFn plain_kernel(int format, int rows) {
     case F8_BLOCK: return plain_of<LoadF8, true>(rows, all);
     default: return nullptr;
   }
+}
+
+const DecodedKernels& decoded_kernels(const FormatKernels& format) {
+  if (format.full) return decoded_of<LayoutDecoded<32, false, true, 255>>();
+  if (format.min) {  // codes of five bits and fewer
+    return format.group == 32 ? decoded_of<LayoutDecoded<32, true, false, 31>>()
+                              : decoded_of<LayoutDecoded<16, true, false, 31>>();
+  }
+  if (format.group == 32) {
+    return format.top <= 31 ? decoded_of<LayoutDecoded<32, false, false, 31>>()
+                            : decoded_of<LayoutDecoded<32, false, false, 127>>();
+  }
+  return format.top <= 63 ? decoded_of<LayoutDecoded<16, false, false, 63>>()
+                          : decoded_of<LayoutDecoded<16, false, false, 127>>();
 }
 
 const FormatKernels* packed_kernels(int format) {

@@ -121,7 +121,7 @@ struct Block {
 void multiply_decoded(const Part& part, const FormatKernels* k, const Activations& x, int64_t first, int64_t last,
                       bool real, const Output& out) {
   const int64_t scale_bytes = (32 / k->group) * (k->min ? 2 : 1) * ROWS * 4;
-  const Block block{part, *k, x, real, out, decoded_kernels(k->group, k->min, k->full), scale_bytes,
+  const Block block{part, *k, x, real, out, decoded_kernels(*k), scale_bytes,
                     (uint8_t*)scratch(CODES, (size_t)(Block::PANELS * Block::PIECE * 512)),
                     (uint8_t*)scratch(SCALES, (size_t)(Block::PANELS * Block::PIECE * scale_bytes))};
   const int64_t piece_bytes = x.tile_bytes() / ((x.groups() + Block::PIECE - 1) / Block::PIECE);

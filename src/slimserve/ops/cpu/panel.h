@@ -216,14 +216,21 @@ struct ScaleDecoded {
 
 // ---- formats -----------------------------------------------------------------------------------------------------
 
-alignas(16) inline const uint8_t TABLE_IQ4[16] = {1,   24,  45,  63,  79,  93,  106, 118,
+alignas(16) inline constexpr uint8_t TABLE_IQ4[16] = {1,   24,  45,  63,  79,  93,  106, 118,
                                                  129, 141, 153, 166, 181, 197, 217, 241};  // value + 128
-alignas(16) inline const uint8_t TABLE_E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24,
+alignas(16) inline constexpr uint8_t TABLE_E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24,
                                                   12, 11, 10, 9,  8,  6,  4,  0};  // twice the value, + 12
 
+constexpr int largest(const uint8_t* table) {
+  int most = 0;
+  for (int i = 0; i < 16; ++i) most = table[i] > most ? table[i] : most;
+  return most;
+}
+
 // BITS of a code, its scales, OFFSET so that value = s * (code - OFFSET) + m, and a 16-entry table where codes index one.
-// IN_CACHE: decoded panels, which need no prefetch.
-template <int BITS_, class SCALE_, int OFFSET_, const uint8_t* TABLE_ = nullptr, bool IN_CACHE_ = false>
+// IN_CACHE: decoded panels, which need no prefetch. TOP: the largest code.
+template <int BITS_, class SCALE_, int OFFSET_, const uint8_t* TABLE_ = nullptr, bool IN_CACHE_ = false,
+          int TOP_ = (1 << BITS_) - 1>
 struct Layout {
   static constexpr bool IN_CACHE = IN_CACHE_;
   static constexpr int BITS = BITS_, OFFSET = OFFSET_;
@@ -235,6 +242,11 @@ struct Layout {
   static constexpr int SCALE_STRIDE = IN_CACHE ? Scale::BYTES : UNIT_BYTES;
   static constexpr bool FULL = OFFSET == 128;
   static constexpr bool HAS_TABLE = TABLE_ != nullptr;
+  static constexpr int top() {
+    if constexpr (HAS_TABLE) return largest(TABLE_);
+    return TOP_;
+  }
+  static constexpr int TOP = top();
   static INLINE I table() {
     if constexpr (HAS_TABLE) return i_table_load(TABLE_);
     return i_zero();
@@ -257,9 +269,11 @@ using LayoutMXFP4 = Layout<4, ScaleE8M0, 12, TABLE_E2M1>;
 using LayoutNVFP4 = Layout<4, ScaleUE4M3, 12, TABLE_E2M1>;
 using LayoutE2M1_G16 = Layout<4, ScaleE4M3, 12, TABLE_E2M1>;
 using LayoutInt4 = Layout<4, ScaleInt4, 8>;
-// Of OFFSET only whether it is 128 counts here, and only where a product must know; its value comes at run time.
-template <int GROUP, bool MIN, bool FULL>
-using LayoutDecoded = Layout<8, ScaleDecoded<GROUP, MIN>, FULL && FULL_IS_SIGNED ? 128 : 64, nullptr, true>;
+// Of OFFSET only whether it is 128 counts here, and of TOP how much of 16 bits it takes, where a product must know; OFFSET
+// comes at run time.
+template <int GROUP, bool MIN, bool FULL, int TOP>
+using LayoutDecoded = Layout<8, ScaleDecoded<GROUP, MIN>, FULL && FULL_IS_SIGNED ? 128 : 64, nullptr, true,
+                             SHORT_SUMS ? TOP : 127>;
 
 // Calls f(Layout{}) for the panel formats of packed codes; false for any other format.
 template <class Fn>

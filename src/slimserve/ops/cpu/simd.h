@@ -226,7 +226,14 @@ INLINE I dot4(I acc, I w, I x) {
 constexpr bool FULL_IS_SIGNED = false;
 #else
 // Without VNNI two byte products are added in 16 bits. Codes below 128 fit; codes that use all eight bits hold
-// value + 128 and are multiplied as |value| times x with value's sign, which fits too (x is never -128).
+// value + 128 and are multiplied as |value| times x with value's sign, which fits too (x is never -128). Of small codes
+// several such sums fit: they are added in 16 bits first (`vectors_at_once`).
+#define SLIM_SHORT_SUMS 1
+INLINE I pair_products(I w, I x) { return _mm256_maddubs_epi16(w, x); }
+INLINE I add_pairs(I a, I b) { return _mm256_add_epi16(a, b); }
+INLINE I widen_pairs(I acc, I pairs) {
+  return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
 template <bool FULL>
 INLINE I dot4(I acc, I w, I x) {
   I pairs;
@@ -234,9 +241,9 @@ INLINE I dot4(I acc, I w, I x) {
     I value = _mm256_xor_si256(w, _mm256_set1_epi8((char)0x80));
     pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(value), _mm256_sign_epi8(x, value));
   } else {
-    pairs = _mm256_maddubs_epi16(w, x);
+    pairs = pair_products(w, x);
   }
-  return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  return widen_pairs(acc, pairs);
 }
 constexpr bool FULL_IS_SIGNED = true;
 #endif
@@ -468,6 +475,12 @@ INLINE F f_log(F x) {
 INLINE float f_sum8(const float* v) {
   return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
 }
+
+#if defined(SLIM_SHORT_SUMS)
+constexpr bool SHORT_SUMS = true;
+#else
+constexpr bool SHORT_SUMS = false;
+#endif
 
 // Sine and cosine, |x| up to about 1e6: x = n pi / 2 + r in three steps with fused multiply-adds.
 INLINE void f_sincos(F x, F& sine, F& cosine) {

@@ -59,6 +59,35 @@ INLINE void dot_rows(I (*s)[T], const I* v, const int8_t* q) {
   });
 }
 
+// The same into sums of pairs, to begin with or to add to.
+template <bool FIRST, int T, int P>
+INLINE void pair_rows(I (*pairs)[T], const I* v, const int8_t* q) {
+#if defined(SLIM_SHORT_SUMS)
+  unroll<T>(EACH(t) {
+    const I x = i_bcast(q + 4 * t);
+    unroll<P>(EACH(p) {
+      const I products = pair_products(v[p], x);
+      if constexpr (FIRST) pairs[p][t] = products;
+      else pairs[p][t] = add_pairs(pairs[p][t], products);
+    });
+  });
+#endif
+}
+template <int T, int P>
+INLINE void widen_rows(I (*s)[T], I (*pairs)[T]) {
+#if defined(SLIM_SHORT_SUMS)
+  unroll<P>(EACH(p) { unroll<T>(EACH(t) { s[p][t] = widen_pairs(s[p][t], pairs[p][t]); }); });
+#endif
+}
+
+// How many of `vectors` vectors of codes up to TOP are multiplied before their sums leave 16 bits: 2 * 127 * TOP each.
+template <int TOP>
+constexpr int vectors_at_once(int vectors) {
+  if (!SHORT_SUMS) return 1;
+  while (vectors > 1 && vectors * 254 * TOP > 32767) vectors /= 2;
+  return vectors;
+}
+
 // Adds `groups` groups to acc, which the caller has set.
 template <class Y, int T, int P>
 INLINE void tile_int(const Sets& sets, int64_t groups, const ActTile& a, F (*acc)[T]) {
@@ -81,19 +110,25 @@ INLINE void tile_int(const Sets& sets, int64_t groups, const ActTile& a, F (*acc
         unroll<Y::Code::GROUP_BYTES / 64>(EACH(i) { __builtin_prefetch(c[0].p + PREFETCH + 64 * i); });
       F sum[P][T];
       unroll<PER>(UNROLLED(part) {
-        constexpr int VECS = 8 / PER;
+        constexpr int VECS = 8 / PER, RUN = vectors_at_once<Y::TOP>(VECS);
         I s[P][T];
         unroll<T>(EACH(t) {
           const I init = i_set(a.init[(g * PER + part) * T + t]);
           unroll<P>(EACH(p) { s[p][t] = init; });
         });
-        unroll<VECS>(UNROLLED(j) {
-          I v[P];
-          unroll<P>(EACH(p) {
-            v[p] = c[p].template vec<part * VECS + j>();
-            if constexpr (Y::HAS_TABLE) v[p] = i_table16(table, v[p]);
+        unroll<VECS / RUN>(UNROLLED(run) {
+          [[maybe_unused]] I pairs[P][T];
+          unroll<RUN>(UNROLLED(i) {
+            constexpr int j = part * VECS + run * RUN + i;
+            I v[P];
+            unroll<P>(EACH(p) {
+              v[p] = c[p].template vec<j>();
+              if constexpr (Y::HAS_TABLE) v[p] = i_table16(table, v[p]);
+            });
+            if constexpr (RUN == 1) dot_rows<Y::FULL, T, P>(s, v, q + j * T * 4);
+            else pair_rows<i == 0, T, P>(pairs, v, q + j * T * 4);
           });
-          dot_rows<Y::FULL, T, P>(s, v, q + (part * VECS + j) * T * 4);
+          if constexpr (RUN > 1) widen_rows<T, P>(s, pairs);
         });
         unroll<P>(EACH(p) {
           const F scale = b[p].s[ug * PER + part];
