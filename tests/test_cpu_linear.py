@@ -105,6 +105,26 @@ def test_matches_float64_on_decoded_weights(name: str, activations: Activations)
     assert relative_error(linear(x[:3], weight), want[:3]) < limit
 
 
+@pytest.mark.parametrize("fill", (0xFF, 0x77, 0x00))
+@pytest.mark.parametrize("name", HALVES)
+def test_largest_codes_times_largest_activations(name: str, fill: int) -> None:
+    """Every product as large as it may be: sums that were kept in too few bits would show here alone."""
+    packed = random_packed(name, 20, 512, seed=4)
+    blocks = packed.data.numpy().reshape(-1, packed.format.block_bytes)
+    scales = [at + byte for at in HALVES[name] for byte in (0, 1)]
+    scales += {"IQ1_M": list(range(48, 56)), "MXFP4": [0], "NVFP4": [0, 1, 2, 3]}.get(name, [])
+    codes = np.setdiff1d(np.arange(blocks.shape[1]), scales)
+    blocks[:, codes] = fill
+    weight = prepare_linear([packed], numerics=numerics(Activations.INT8))
+    decoded = dequantize(packed).double()
+    x = torch.ones(60, 512) * torch.tensor([1.0, -1.0]).repeat(30)[:, None]
+    want = x.double() @ decoded.T
+    size = x.double().abs() @ decoded.abs().T
+    for rows in (1, 3, 60):  # packed codes, and decoded panels
+        error = ((linear(x[:rows], weight).double() - want[:rows]).abs() / size[:rows].clamp(min=1e-30)).max()
+        assert error < 1e-6
+
+
 @pytest.mark.parametrize("activations", list(Activations))
 @pytest.mark.parametrize("name", ALL)
 def test_rows_have_the_same_bits_alone_and_together(name: str, activations: Activations) -> None:
