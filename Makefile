@@ -25,11 +25,11 @@ demo: install
 	$(BIN)/slimserve qwen25-coder-0.5b -p "What is the capital of France?"
 	$(BIN)/slimserve qwen25-coder-0.5b --raw --temperature 0.8 --top-p 0.95 --seed 7 --max-tokens 96 -p "def fibonacci(n):"
 
-# Most tests keep one core busy; `make test WORKERS=` runs them one after another.
-WORKERS ?= -n 2 --dist worksteal
+# Most tests keep one core busy; `make test PYTEST_ARGS=` runs them one after another.
+test: PYTEST_ARGS ?= -n 2 --dist worksteal
 test: install-test lint
 	$(BIN)/slimserve fetch qwen25-coder-0.5b smollm2-135m gemma3-270m || true
-	$(BIN)/python -m pytest $(WORKERS) -m "not gpu and not slow"
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not gpu and not slow"
 
 lint: install-test
 	$(BIN)/ruff check src tests

@@ -67,19 +67,6 @@ TileFn plain_of(int rows, std::integer_sequence<int, T...>) {
 
 }  // namespace
 
-
-TileFn plain_kernel(int format, int rows) {
-  constexpr auto all = std::make_integer_sequence<int, MAX_ROWS>{};
-  switch (format) {
-    case F32: return plain_of<LoadF32, false>(rows, all);
-    case F16: return plain_of<LoadF16, false>(rows, all);
-    case BF16: return plain_of<LoadBF16, false>(rows, all);
-    case F8: return plain_of<LoadF8, false>(rows, all);
-    case F8_BLOCK: return plain_of<LoadF8, true>(rows, all);
-    default: return nullptr;
-  }
-}
-
 const DecodedKernels& decoded_kernels(const FormatKernels& format) {
   if (format.full) return decoded_of<LayoutDecoded<32, false, true, 255>>();
   if (format.min) {  // codes of five bits and fewer
@@ -92,6 +79,18 @@ const DecodedKernels& decoded_kernels(const FormatKernels& format) {
   }
   return format.top <= 63 ? decoded_of<LayoutDecoded<16, false, false, 63>>()
                           : decoded_of<LayoutDecoded<16, false, false, 127>>();
+}
+
+TileFn plain_kernel(int format, int rows) {
+  constexpr auto all = std::make_integer_sequence<int, MAX_ROWS>{};
+  switch (format) {
+    case F32: return plain_of<LoadF32, false>(rows, all);
+    case F16: return plain_of<LoadF16, false>(rows, all);
+    case BF16: return plain_of<LoadBF16, false>(rows, all);
+    case F8: return plain_of<LoadF8, false>(rows, all);
+    case F8_BLOCK: return plain_of<LoadF8, true>(rows, all);
+    default: return nullptr;
+  }
 }
 
 const FormatKernels* packed_kernels(int format) {

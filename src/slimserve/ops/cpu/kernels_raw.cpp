@@ -222,7 +222,8 @@ void decode_rows(const uint8_t* data, const Part& part, int64_t groups, uint8_t*
 
 template <class B>
 const FormatKernels* raw_of() {
-  static const FormatKernels k = {0, 2 * OFFSET - 1, OFFSET, B::GROUP, 256, 0, B::BYTES, false, false, {nullptr}, decode_rows<B>};
+  static const FormatKernels k = {0, 2 * OFFSET - 1, OFFSET, B::GROUP, 256, 0, B::BYTES, false, false, {nullptr},
+                                  decode_rows<B>};
   return &k;
 }
 

@@ -269,8 +269,8 @@ using LayoutMXFP4 = Layout<4, ScaleE8M0, 12, TABLE_E2M1>;
 using LayoutNVFP4 = Layout<4, ScaleUE4M3, 12, TABLE_E2M1>;
 using LayoutE2M1_G16 = Layout<4, ScaleE4M3, 12, TABLE_E2M1>;
 using LayoutInt4 = Layout<4, ScaleInt4, 8>;
-// Of OFFSET only whether it is 128 counts here, and of TOP how much of 16 bits it takes, where a product must know; OFFSET
-// comes at run time.
+// Of OFFSET only whether it is 128 counts here, and TOP only where sums are short, where a product must know; the value
+// of OFFSET comes at run time.
 template <int GROUP, bool MIN, bool FULL, int TOP>
 using LayoutDecoded = Layout<8, ScaleDecoded<GROUP, MIN>, FULL && FULL_IS_SIGNED ? 128 : 64, nullptr, true,
                              SHORT_SUMS ? TOP : 127>;

@@ -430,6 +430,12 @@ INLINE F f_select_lt(I a, I b, F yes, F no) {
 
 #endif
 
+#if defined(SLIM_SHORT_SUMS)
+constexpr bool SHORT_SUMS = true;
+#else
+constexpr bool SHORT_SUMS = false;
+#endif
+
 // e^x with the same bits for every lane: x = n ln 2 + r, |r| <= ln 2 / 2, polynomial of degree 6 in r, error below
 // 2 units in the last place. Below -87.3 the result is 0, so masked scores (-inf) weigh nothing.
 INLINE F f_exp(F x) {
@@ -475,12 +481,6 @@ INLINE F f_log(F x) {
 INLINE float f_sum8(const float* v) {
   return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
 }
-
-#if defined(SLIM_SHORT_SUMS)
-constexpr bool SHORT_SUMS = true;
-#else
-constexpr bool SHORT_SUMS = false;
-#endif
 
 // Sine and cosine, |x| up to about 1e6: x = n pi / 2 + r in three steps with fused multiply-adds.
 INLINE void f_sincos(F x, F& sine, F& cosine) {
