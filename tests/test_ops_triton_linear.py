@@ -8,6 +8,7 @@ import pytest
 import torch
 from triton_device import DEVICE, ON_DEVICE, triton_marks
 
+from slimserve.errors import RefusalError
 from slimserve.ops.numerics import NumericsConfig
 from slimserve.quant import formats
 from slimserve.quant.decode import dequantize
@@ -193,17 +194,28 @@ def test_registers_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("name", ["Q4_K", "Q2_K", "NVFP4", "IQ2_XXS", "Q4_1", "F16"])
-def test_both_forms_of_the_kernel_agree(name: str) -> None:
+BOTH_FORMS = ("Q4_K", "Q2_K", "NVFP4", "IQ2_XXS", "Q4_1", "F16", "F8_E4M3", "BF16")
+UNEVEN = (("F8_BLOCK", 416), ("BF16", 72), ("E2M1_G16", 720))
+
+
+@pytest.mark.parametrize(("name", "width"), [*((name, 768) for name in BOTH_FORMS), *UNEVEN])
+def test_both_forms_of_the_kernel_agree(name: str, width: int) -> None:
     torch.manual_seed(8)
-    weight = random_weight(name, 20, 768)
+    weight = random_weight(name.replace("BLOCK", "E4M3"), 20, width, block=name == "F8_BLOCK")
     served = kernels.TritonLinear(weight, torch.device(DEVICE), NumericsConfig())
-    x = torch.randn(9, 768).bfloat16()
+    x = torch.randn(9, width).bfloat16()
     expected = x.double() @ dequantize(weight).double().T
     for tile in (kernels.Tile(16, 16), kernels.Tile(64, 16, 4, True)):
         out = torch.full((9, 20), math.nan, device=DEVICE)
         served.run(x.to(DEVICE), out, tile)
-        assert relative(out, expected) < error_bound(name), tile
+        assert relative(out, expected) < error_bound(weight.format.name), tile
+
+
+def test_a_weight_that_is_no_number_is_refused() -> None:
+    weight = random_weight("F8_E4M3", 20, 256)
+    weight.data.view(torch.uint8)[17, 3] = 0xFF
+    with pytest.raises(RefusalError, match="F8_E4M3: rows 0 to 19 hold NaN"):
+        kernels.TritonLinear(weight, torch.device(DEVICE), NumericsConfig())
 
 
 @pytest.mark.skipif(not ON_DEVICE, reason="tile shapes only differ on a device")

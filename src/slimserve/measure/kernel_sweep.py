@@ -39,9 +39,9 @@ from slimserve.ops.triton.linear import Tile, TritonLinear
 TILES: dict[int, tuple[Tile, ...]] = {
     1: (linear.CAPPED, linear.NARROW, Tile(32, 8, registers=128)),
     16: (Tile(16, 16), Tile(16, 16, registers=80), Tile(64, 16, 4, True, 2)),
-    32: (linear.WIDE_32, linear.STAGED_32, linear.LEAN_32, linear.E2M1_32),
-    64: (linear.WIDE_64, linear.SHORT_64, linear.LEAN_64, Tile(128, 64, 4, True, 2), Tile(128, 64, 8, True, 1, 128)),
-    512: (linear.WIDE_64, linear.SHORT_128, linear.LEAN_64, Tile(128, 128, 8, True, 2), Tile(128, 128, 8, True, 1)),
+    32: (linear.WIDE_32, linear.STAGED_32, linear.LEAN_32),
+    64: (linear.WIDE_64, linear.SHORT_64, linear.LEAN_64, linear.TALL_64),
+    512: (linear.SHORT_64, linear.LEAN_64, linear.TALL_64, Tile(64, 128, 4, True, 2), Tile(128, 128, 8, True, 2)),
 }
 """Tiles by the number of input rows that they are timed with."""
 
@@ -50,8 +50,8 @@ INTEGER_TILES: dict[int, tuple[Tile, ...]] = {
     4: (linear.CAPPED, Tile(32, 8, registers=128)),
     8: (linear.NARROW_TILES[1], linear.INTEGER_16, Tile(32, 16, registers=168), Tile(16, 16, registers=80)),
     16: (linear.INTEGER_32, Tile(64, 32, 4, True, 2), Tile(16, 32)),
-    64: (linear.INTEGER_WIDE[1][1], linear.INTEGER_WIDE[2][1], linear.INTEGER_WIDE[1][0]),
-    512: (linear.INTEGER_WIDE[1][1], linear.INTEGER_WIDE[2][1], Tile(128, 128, 8, True, 2)),
+    64: (linear.INTEGER_WIDE[1], Tile(64, 128, 4, True), linear.INTEGER_WIDE[0]),
+    512: (linear.INTEGER_WIDE[1], Tile(64, 128, 4, True), Tile(128, 128, 8, True, 2)),
 }
 """The same for products in integers, whose columns are two to a row."""
 

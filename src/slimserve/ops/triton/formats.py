@@ -75,6 +75,11 @@ class TileFormat:
         """Whether products add to one sum along K, because tiles hold final values (up to a scale per row)."""
         return self.scale in (tiles.SCALE_NONE.value, tiles.SCALE_E4M3.value)
 
+    @property
+    def joined(self) -> bool:
+        """Whether the dots of 128 elements can be one (`linear_kernel.walk_joined`)."""
+        return self.chained and not self.integer and not self.grid and self.weight_parts == 1
+
 
 def as_words(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack non-negative integers [B, n] of `bits` bits into int32 words [B, n * bits / 32], low first."""
@@ -303,6 +308,9 @@ _E2M1_16 = TileFormat(
     tiles.WORD_E2M1.value, tiles.SCALE_E4M3.value, 256, 64, low_bits=4, field_bits=8, words=4,
     spread=E2M1_BITS,
 )  # fmt: skip
+E4M3_BITS = (4, 5, 6, 7, 8, 9, 10, 15, 0, 1, 2, 3, 12, 13, 14, 11)
+"""Places of the bits of two E4M3 codes in a word: those of the first stand where `tiles.float8` wants them, those of
+the second in two lots that one shift each brings there."""
 _GRID_32 = TileFormat(tiles.GRID.value, tiles.SCALE_ODD_NIBBLE.value, 256, 32)
 _GRID_16 = replace(_GRID_32, dot=16)
 _PLAIN = TileFormat(tiles.PLAIN.value, tiles.SCALE_NONE.value, 128, 32, words=0)
@@ -335,7 +343,7 @@ TILE_FORMATS: dict[str, TileFormat] = {
     "NVFP4": replace(_E2M1_16, unpack=_nvfp4),
     "E2M1_G16": _E2M1_16,
     "INT4": replace(_NIBBLE_128, scale=tiles.SCALE_FLOAT.value, bias=8),
-    "F8_E4M3": TileFormat(tiles.FLOAT8.value, tiles.SCALE_NONE.value, 128, 64, low_bits=8, words=0),
+    "F8_E4M3": TileFormat(tiles.FLOAT8.value, tiles.SCALE_NONE.value, 128, 64, low_bits=8, words=0, spread=E4M3_BITS),
     "TQ1_0": replace(_SUB_16, scale=tiles.SCALE_FLOAT.value, unpack=_tq1_0, bias=1, words=1),
     "TQ2_0": replace(_SUB_16, scale=tiles.SCALE_FLOAT.value, unpack=_tq2_0, bias=1, words=1),
     "IQ2_XXS": replace(

@@ -58,6 +58,7 @@ from slimserve.ops.triton.tiles import (
     half_of,
     held_rows,
     load_fragments,
+    load_hidden_words,
     load_words,
     places_by_thread,
     side_by_side,
@@ -268,7 +269,6 @@ def integer_kernel(
     `take_over`."""
     T: tl.constexpr = BN // 16
     HALF: tl.constexpr = BM // 2
-    UNROLL: tl.constexpr = 8 if HALF <= 8 else 4 if HALF <= 16 else 2
     # Weights are read once: what all programs read again should stay in the first-level cache. Where a warp's step has
     # few bytes, saying so costs more (it takes six instructions a step) than it brings.
     POLICY: tl.constexpr = "evict_first" if WIDE or LOW_BITS + HIGH_BITS > 2 else ""
@@ -325,15 +325,24 @@ def integer_kernel(
         low_step = fragments_of_step(c0_ptr, first_step, tiles, LOW_BITS, 512)
         high_step = fragments_of_step(c1_ptr, first_step, tiles, HIGH_BITS, 512)
         words_step = words_of_step(words_ptr, first_step, rows, WORDS)
+        following = ()
+        if WIDE:
+            following = load_hidden_words(words_step, held, rows, WORDS, T, ASM)
         for step in tl.range(first_step, last_step, num_stages=STAGES):
             low = load_fragments(low_step, tile, LOW_BITS, 512, POLICY)
             high = low
             if HIGH_BITS > 0:
                 high = load_fragments(high_step, tile, HIGH_BITS, 512, POLICY)
-            words = load_words(words_step, held, rows, WORDS, T)
+            if WIDE:
+                # Words are asked for a step ahead.
+                words = following
+                words_step += tl.where(step == last_step - 1, 0, rows * WORDS)
+                following = load_hidden_words(words_step, held, rows, WORDS, T, ASM)
+            else:
+                words = load_words(words_step, held, rows, WORDS, T)
+                words_step += rows * WORDS
             low_step += tiles * (LOW_BITS * 512)
             high_step += tiles * (HIGH_BITS * 512)
-            words_step += rows * WORDS
             if OVERLAP and not GROUPED and not WIDE:
                 # The first weights are under way by now.
                 cuda.gdc_wait()
@@ -350,7 +359,7 @@ def integer_kernel(
         held_total = by_thread(total, T, HALF, 1)
         if store_segment(work_ptr, lock_ptr + at, SIZE, first_segment, num_segments, held_total, SPLIT):
             return
-        held_total = add_segments(work_ptr, lock_ptr + at, SIZE, num_segments, held_total, SPLIT, UNROLL, TAKEN, EXACT)
+        held_total = add_segments(work_ptr, lock_ptr + at, SIZE, num_segments, held_total, SPLIT, TAKEN, EXACT)
         total = from_thread(held_total, T, HALF, 1)
     place = out_row.to(tl.int64)[None, :] * stride_out + n[:, None]
     tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=live_m[None, :] & live_n[:, None])

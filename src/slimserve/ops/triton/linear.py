@@ -14,7 +14,6 @@ from slimserve.ops.numerics import NumericsConfig
 from slimserve.ops.triton.formats import TileFormat
 from slimserve.ops.triton.integer_kernel import integer_kernel
 from slimserve.ops.triton.integer_rows import integer_embedding_kernel, integer_rows_kernel
-from slimserve.ops.triton.integers import BYTES, CHUNKS
 from slimserve.ops.triton.launch import INTERPRETED, NO_FUSION, cdiv, multiprocessors, overlap_options
 from slimserve.ops.triton.linear_kernel import ABSENT, ANNOUNCED, HANDED, linear_kernel
 from slimserve.ops.triton.linear_rows import embedding_kernel, split_rows_kernel
@@ -97,22 +96,22 @@ NARROW_TILES = (NARROW, Tile(16, 16), Tile(16, 32), Tile(16, 64))
 """Tiles for up to 8, 16, 32 and more input rows where the wide form may not serve."""
 
 WIDE_32, WIDE_64 = Tile(64, 32, 4, True, 2), Tile(64, 64, 4, True, 2)
-STAGED_32 = Tile(64, 32, 4, True, 3)
-SHORT_64, SHORT_128 = Tile(64, 64, 4, True, 3), Tile(64, 128, 4, True, 2)
-"""For up to 64 and more rows where a step is of 128 elements, whose x takes half of the shared memory."""
-LEAN_32, LEAN_64 = Tile(64, 32, 4, True, 1, 96), Tile(64, 64, 4, True, 1, 128)
-"""Without copies under way more programs fit a multiprocessor: measured to be faster for up to 32 rows of bfloat16 and
-FP8, and for more of bfloat16 and NVFP4."""
-E2M1_32 = Tile(64, 32, 4, True, 1)
-"""For up to 32 rows of NVFP4, whose threads were slower with few registers."""
+STAGED_32 = Tile(64, 32, 4, True, 3, 128)
+SHORT_64 = Tile(64, 64, 4, True, 3, 168)
+"""For up to 32 and more rows where a step is of 128 elements, whose x takes half of the shared memory: three programs
+fit a multiprocessor."""
+LEAN_32, LEAN_64 = Tile(64, 32, 4, True, 1, 128), Tile(64, 64, 4, True, 1, 128)
+TALL_64 = Tile(128, 64, 8, True, 1, 128)
+"""For weights whose dots join (`linear_kernel.walk_joined`), but for FP8: without copies under way more programs fit a
+multiprocessor, and those that lie on one find x in its first-level cache. Tall ones share x: faster where rows are
+many."""
+TALL_ROWS = 256
 INTEGER_16 = Tile(32, 16, registers=128)
 """For 5 to 8 input rows of formats with minima: what they add to a step is paid for twice as many weight rows."""
 INTEGER_32 = Tile(64, 32, 4, True, 1, 128)
-INTEGER_WIDE = {stages: (Tile(64, 64, 4, True, stages), Tile(64, 128, 4, True, stages)) for stages in (1, 2)}
-FLOAT_TILES = (
-    *NARROW_TILES[:2], CAPPED, WIDE_32, STAGED_32, LEAN_32, E2M1_32, WIDE_64, SHORT_64, SHORT_128, LEAN_64,
-)  # fmt: skip
-INTEGER_TILES = (CAPPED, NARROW_TILES[1], INTEGER_16, INTEGER_32, *INTEGER_WIDE[1], *INTEGER_WIDE[2])
+INTEGER_WIDE = (Tile(64, 64, 4, True, 2), Tile(64, 128, 4, True, 2))
+FLOAT_TILES = (*NARROW_TILES[:2], CAPPED, WIDE_32, STAGED_32, LEAN_32, WIDE_64, SHORT_64, LEAN_64, TALL_64)
+INTEGER_TILES = (CAPPED, NARROW_TILES[1], INTEGER_16, INTEGER_32, *INTEGER_WIDE)
 TILES = tuple(dict.fromkeys((*FLOAT_TILES, *INTEGER_TILES)))
 """All tiles that are served where the wide form may; a tile never changes a row's bits (tests hold it on a device)."""
 
@@ -139,27 +138,17 @@ def choose_tile(num_rows: int, fmt: TileFormat, wide: bool = True) -> Tile:
             return CAPPED if columns <= CAPPED.columns else INTEGER_16 if fmt.minima else NARROW_TILES[1]
         if columns <= INTEGER_32.columns:
             return INTEGER_32
-        tiles = INTEGER_WIDE[2 if fmt.code == BYTES.value and fmt.order == CHUNKS.value else 1]
-        return tiles[0 if columns <= tiles[0].columns else 1]
+        return INTEGER_WIDE[0 if columns <= INTEGER_WIDE[0].columns else 1]
     if columns <= CAPPED.columns and fmt.code in EARLY:
         return CAPPED
     if not wide or columns <= NARROW_TILES[1].columns:
         return NARROW_TILES[0 if columns <= 8 else 1 if columns <= 16 else 2 if columns <= 32 else 3]
-    if columns <= WIDE_32.columns:
-        return _tile_32(fmt)
-    if fmt.code == WORD_E2M1.value or (fmt.code == PLAIN.value and fmt.weight_parts == 1):
-        return LEAN_64
+    few = columns <= WIDE_32.columns
+    if fmt.joined and fmt.code != FLOAT8.value:
+        return LEAN_32 if few else LEAN_64 if columns < TALL_ROWS else TALL_64
     if fmt.step <= 128 and fmt.code != PLAIN.value:
-        return SHORT_64 if columns <= SHORT_64.columns else SHORT_128
-    return WIDE_64
-
-
-def _tile_32(fmt: TileFormat) -> Tile:
-    if fmt.code == WORD_E2M1.value:
-        return E2M1_32
-    if fmt.code == SIGNED_BYTE.value:
-        return STAGED_32
-    return LEAN_32 if fmt.code in (FLOAT8.value, PLAIN.value) and fmt.weight_parts == 1 else WIDE_32
+        return STAGED_32 if few else SHORT_64
+    return WIDE_32 if few else WIDE_64
 
 
 def split_limit(processors: int, tile: Tile) -> int:
@@ -183,6 +172,11 @@ def taken_at_once(others: int, fmt: TileFormat, tile: Tile) -> tuple[int, bool]:
     few where sums would raise the registers of the whole kernel. Each number is a kernel of its own."""
     most = 17 if tile == CAPPED else 9 if tile.registers or fmt.integer else 4 if tile.columns <= 8 else 2
     return (others, True) if others <= most else (min(most, 9), False)
+
+
+def stored_at_once(tile: Tile, columns: int) -> int:
+    """Stored sums of segments that are asked for at a time."""
+    return 8 if columns <= 8 else 4 if columns <= 16 else 3 if tile.registers >= 160 else 2
 
 
 @dataclass(slots=True)
@@ -226,7 +220,7 @@ def prepare_rows(x: torch.Tensor, weight: TileWeight, wide: bool, readers: Seque
         return _prepare_integers(x, weight, wide, minima, table)
     num_rows, width = x.shape
     parts = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}[x.dtype]
-    overlap, options = overlap_options(x.device)
+    overlap, options = overlap_options(x.device, wide)
     planes = x
     if parts > 1 or wide:
         padded = weight.steps * fmt.step
@@ -257,8 +251,10 @@ def prepare_shared(x: torch.Tensor, weights: Sequence[TileWeight], tiles: Sequen
 
 def _overlap_pays(fmt: TileFormat, wide: bool, grouped: bool = False) -> bool:
     """Whether launches that begin before the kernels ahead of them end were measured to be faster."""
-    if wide or grouped:
+    if grouped:
         return fmt.code == WORD_E2M1.value or (fmt.integer and not fmt.grid)
+    if wide:
+        return not fmt.grid
     return fmt.integer or fmt.code in EARLY
 
 
@@ -333,7 +329,7 @@ def launch(
     groups = tuple(_group_size(plane) for plane in (weight.low, weight.high, weight.words, weight.minima))
     parts, first = segments if split else 1, by_segment(tile)
     grid = (tiles_m, tiles_n, parts) if first else (tiles_m, parts, tiles_n)
-    taken, exact = taken_at_once(segments - 1, fmt, tile) if handed else (1, False)
+    taken, exact = taken_at_once(segments - 1, fmt, tile) if handed else (stored_at_once(tile, columns), False)
     meeting_kind = (HANDED if handed else ANNOUNCED).value if split else 0
     form = {
         "SPLIT": meeting_kind, "GROUPED": grouping is not None, "WIDE": tile.wide, "BN": tile.rows, "BM": tile.columns,
@@ -355,6 +351,7 @@ def launch(
         )  # fmt: skip
         return
     overlap, options = overlap_options(out.device, pays)
+    joined = tile.wide and tile.stages == 1 and rows.parts == 1 and fmt.joined
     linear_kernel[grid](
         rows.planes, low, or_else(weight.high, none),
         or_else(weight.words, none), or_else(weight.table, none), or_else(weight.row_scale, none),
@@ -363,7 +360,8 @@ def launch(
         rows.planes.shape[-2], weight.rows, weight.tiles, weight.width, rows.width, out.stride(0),
         weight.steps, segments, divisor, *groups[:3],
         **_constants(weight), W_PARTS=fmt.weight_parts, X_PARTS=rows.parts, CHAIN=fmt.chained,
-        TAIL=rows.width < weight.steps * fmt.step, OVERLAP=overlap, UPCAST=INTERPRETED, **form, **options,
+        TAIL=rows.width < weight.steps * fmt.step, OVERLAP=overlap, UPCAST=INTERPRETED,
+        JOINED=joined, WHOLE=joined and weight.width % fmt.step == 0, **form, **options,
     )  # fmt: skip
 
 
@@ -415,7 +413,7 @@ def warp_groups_agree(device: torch.device) -> bool:
     x = torch.randn((rows, shape[1]), generator=random, device=device).mul(2).bfloat16()
     meeting = Meeting.on(device)
     results: list[torch.Tensor] = []
-    for tile in (NARROW, WIDE_32, WIDE_64, SHORT_128):
+    for tile in (NARROW, WIDE_32, WIDE_64, TALL_64):
         out = torch.empty((rows, shape[0]), device=device)
         launch(weight, 1, meeting, prepare_rows(x, weight, tile.wide), rows, out, tile)
         results.append(out)

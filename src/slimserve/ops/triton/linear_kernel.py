@@ -11,8 +11,9 @@ product (`tiles.from_fragment`).
 
 Two forms. Narrow (few rows): a program is one warp; nothing passes through shared memory, no barrier is met. Wide: a
 program is one or more groups of four warps, x (laid out for it by `prepare_rows`) comes through shared memory, and
-products are of the warp-group form. Both add the same products in the same order; `linear.warp_groups_agree` asks the
-device whether its two instructions round alike before the wide form serves.
+products are of the warp-group form; steps are copied ahead (STAGES), or their dots are joined (`walk_joined`). Both
+add the same products in the same order; `linear.warp_groups_agree` asks the device whether its two instructions round
+alike before the wide form serves.
 """
 # ruff: noqa: RUF005 (kernels know no starred expressions)
 # mypy: disable-error-code=assignment
@@ -36,6 +37,7 @@ from slimserve.ops.triton.tiles import (
     group_factor,
     group_scale,
     held_rows,
+    hidden_words,
     load_fragments,
     load_operands,
     load_words,
@@ -59,6 +61,23 @@ PATIENCE = tl.constexpr(64)
 
 
 @triton.jit
+def load_plain(ptr, held, first, width, KD: tl.constexpr, COUNT: tl.constexpr, WHOLE: tl.constexpr):
+    """Elements [first, first + COUNT) of the rows `held`, of a thread what it multiplies: a tuple of COUNT / KD. WHOLE:
+    rows end with a step."""
+    found = ()
+    q, inside = tl.arange(0, 4), tl.arange(0, KD // 4)
+    k = first + (q * (KD // 4))[:, None, None, None, None] + inside[None, None, None, None, :]
+    for j in tl.static_range(COUNT // KD):
+        at = j * KD + k
+        place = ptr + (held.to(tl.int64) * width)[:, :, :, :, None] + at
+        if WHOLE:
+            found = found + (tl.load(place),)
+        else:
+            found = found + (tl.load(place, mask=at < width, other=0.0),)
+    return found
+
+
+@triton.jit
 def load_step(
     c0_ptr, low_step, high_step, words_step, step, tile, held, rows, width,
     CODE: tl.constexpr, KD: tl.constexpr, STEP: tl.constexpr, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr,
@@ -68,13 +87,7 @@ def load_step(
     high = ()
     words = ()
     if CODE == PLAIN:
-        low = ()
-        q, inside = tl.arange(0, 4), tl.arange(0, KD // 4)
-        k = (q * (KD // 4))[:, None, None, None, None] + inside[None, None, None, None, :]
-        for j in tl.static_range(STEP // KD):
-            at = step * STEP + j * KD + k
-            place = c0_ptr + (held.to(tl.int64) * width)[:, :, :, :, None] + at
-            low = low + (tl.load(place, mask=at < width, other=0.0),)
+        low = load_plain(c0_ptr, held, step * STEP, width, KD, STEP, False)
     elif CODE == GRID:
         low = ()
     else:
@@ -234,10 +247,65 @@ def _multiply_step(
 
 
 @triton.jit
-def sum_segments(ptr, stride, num_segments, total, UNROLL: tl.constexpr):
-    """Stored sums of all segments added to `total` in order; UNROLL of them are under way at a time."""
-    for first in range(0, num_segments, UNROLL):
-        for i in tl.static_range(UNROLL):
+def walk_joined(
+    acc, first_step, last_step, x_ptr, c0_ptr, words_ptr, table_ptr, block_scale_ptr,
+    n, held, tile, m, rows, tiles, width, x_width, num_steps,
+    CODE: tl.constexpr, KD: tl.constexpr, STEP: tl.constexpr, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr,
+    BIAS: tl.constexpr, WORDS: tl.constexpr, GRID_ROW: tl.constexpr, GRID_HIGH: tl.constexpr, GRID_DELTA: tl.constexpr,
+    BLOCK_SCALE: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, T: tl.constexpr, ASM: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """acc [BN, BM] plus the products of steps [first_step, last_step) in the wide form, 128 elements at a time: one
+    load of x and one wait for products where there would be one for each dot. The products and their order are those
+    of `_multiply_step`.
+
+    Not pipelined: products that are still under way when the next weights are decoded lost their operands to them
+    (Triton 3.6 keeps no register of an operand until its product is done).
+    """
+    PARTS: tl.constexpr = STEP // 128
+    FRAGMENTS: tl.constexpr = LOW_BITS // 2
+    COUNT: tl.constexpr = WORDS // PARTS
+    low_at = fragments_of_step(c0_ptr, first_step, tiles, STEP * LOW_BITS // 256, 256)
+    words_at = words_of_step(words_ptr, first_step, rows, WORDS)
+    tile *= PARTS
+    last = last_step * PARTS - 1
+    following = ()
+    if COUNT > 0:
+        following = hidden_words(words_at + held * WORDS, COUNT, T, ASM)
+    for at in tl.range(first_step * PARTS, last + 1, num_stages=1):
+        closing = at % PARTS == PARTS - 1
+        words = following
+        if CODE == PLAIN:
+            low = load_plain(c0_ptr, held, at * 128, width, KD, 128, WHOLE)
+        else:
+            low = load_fragments(low_at, tile, FRAGMENTS, 256, "evict_first")
+            low_at += tl.where(closing, tiles * (STEP * LOW_BITS) - (PARTS - 1) * FRAGMENTS * 256, FRAGMENTS * 256)
+        if COUNT > 0:
+            # Those of the next part are under way meanwhile.
+            words_at += tl.where(at == last, 0, tl.where(closing, rows * WORDS - (PARTS - 1) * COUNT, COUNT))
+            following = hidden_words(words_at + held * WORDS, COUNT, T, ASM)
+        w = ()
+        for j in tl.static_range(128 // KD):
+            w = w + decode_tiles(
+                low, (), words, c0_ptr, words_ptr, table_ptr, at, j, n, rows, tiles,
+                CODE, KD, STEP, LOW_BITS, HIGH_BITS, BIAS, WORDS, GRID_ROW, GRID_HIGH, GRID_DELTA, T, ASM,
+            )  # fmt: skip
+        x = load_x(x_ptr, m, x_width, at * 128, 128)
+        one = side_by_side(w, 8).to(tl.bfloat16)
+        if BLOCK_SCALE:
+            part = multiply(one, x, tl.zeros_like(acc), UPCAST)
+            unit = by_row(tl.load(block_scale_ptr + (held // 128) * num_steps + at), T)
+            acc = tl.fma(part, to_sums(unit, 16 * T, BM), acc)
+        else:
+            acc = multiply(one, x, acc, UPCAST)
+    return acc
+
+
+@triton.jit
+def sum_segments(ptr, stride, num_segments, total, TAKEN: tl.constexpr):
+    """Stored sums of all segments added to `total` in order; TAKEN of them are under way at a time."""
+    for first in range(0, num_segments, TAKEN):
+        for i in tl.static_range(TAKEN):
             # Beyond the last segment zero is added, which changes no bit of a sum that began with zero.
             value = tl.load(ptr + tl.minimum(first + i, num_segments - 1) * stride, cache_modifier=".cg")
             total += tl.where(first + i < num_segments, value, 0.0)
@@ -322,16 +390,15 @@ def store_segment(ptr, lock_ptr, stride, segment, num_segments, total, SPLIT: tl
 
 @triton.jit
 def add_segments(
-    ptr, lock_ptr, stride, num_segments, last, SPLIT: tl.constexpr, UNROLL: tl.constexpr, TAKEN: tl.constexpr,
-    EXACT: tl.constexpr,
+    ptr, lock_ptr, stride, num_segments, last, SPLIT: tl.constexpr, TAKEN: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The sums of all segments of a tile, of which `last` is this program's. UNROLL, and TAKEN where they are handed
-    over: as many are asked for at a time, and each time costs the way to the second-level cache and back."""
+    """The sums of all segments of a tile, of which `last` is this program's. TAKEN are asked for at a time, and each
+    time costs the way to the second-level cache and back."""
     if SPLIT == HANDED:
         total = take_over(ptr, stride, num_segments - 1, last, TAKEN, EXACT)
     else:
         tl.debug_barrier()
-        total = sum_segments(ptr, stride, num_segments, tl.zeros_like(last), UNROLL)
+        total = sum_segments(ptr, stride, num_segments, tl.zeros_like(last), TAKEN)
         tl.store(lock_ptr, 0)
     return total
 
@@ -347,16 +414,17 @@ def linear_kernel(
     HIGH_BITS: tl.constexpr, BIAS: tl.constexpr, WORDS: tl.constexpr, GRID_ROW: tl.constexpr, GRID_HIGH: tl.constexpr,
     GRID_DELTA: tl.constexpr, W_PARTS: tl.constexpr, X_PARTS: tl.constexpr, OFFSETS: tl.constexpr,
     ROW_SCALE: tl.constexpr, BLOCK_SCALE: tl.constexpr, CHAIN: tl.constexpr, TAIL: tl.constexpr,
+    JOINED: tl.constexpr, WHOLE: tl.constexpr,
     SPLIT: tl.constexpr, GROUPED: tl.constexpr, WIDE: tl.constexpr, OVERLAP: tl.constexpr, ASM: tl.constexpr,
     UPCAST: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, BY_SEGMENT: tl.constexpr,
     TAKEN: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """See the module. tiles: sixteens of weight rows; x_width: of a row of x.
+    """See the module. tiles: sixteens of weight rows; x_width: of a row of x; JOINED: steps are walked by
+    `walk_joined`, WHOLE: and rows of the weight end with one.
 
     OVERLAP: the launch may begin before the kernels ahead of it end; weights do not depend on those, all else waits.
     """
     T: tl.constexpr = BN // 16
-    UNROLL: tl.constexpr = 8 if BM <= 8 else 4 if BM <= 16 else 2
     tile_m = tl.program_id(0)
     tile_n = tl.program_id(1 if BY_SEGMENT else 2)
     n = tile_n * BN + tl.arange(0, BN)
@@ -401,26 +469,34 @@ def linear_kernel(
         acc = tl.zeros((BN, BM), tl.float32)
         first_step = step_of(segment, num_steps, num_segments)
         last_step = step_of(segment + 1, num_steps, num_segments)
-        low_step = fragments_of_step(c0_ptr, first_step, tiles, STEP * LOW_BITS // 256, 256)
-        high_step = fragments_of_step(c1_ptr, first_step, tiles, STEP * HIGH_BITS // 256, 256)
-        words_step = words_of_step(words_ptr, first_step, rows, WORDS)
-        for step in tl.range(first_step, last_step, num_stages=STAGES):
-            low, high, words = load_step(
-                c0_ptr, low_step, high_step, words_step, step, tile, held, rows, width,
-                CODE, KD, STEP, LOW_BITS, HIGH_BITS, WORDS, T,
+        if JOINED:
+            acc = walk_joined(
+                acc, first_step, last_step, x_ptr, c0_ptr, words_ptr, table_ptr, block_scale_ptr,
+                n, held, tile, m, rows, tiles, width, x_width, num_steps,
+                CODE, KD, STEP, LOW_BITS, HIGH_BITS, BIAS, WORDS, GRID_ROW, GRID_HIGH, GRID_DELTA, BLOCK_SCALE, WHOLE,
+                BM, T, ASM, UPCAST,
             )  # fmt: skip
-            low_step += tiles * (STEP * LOW_BITS)
-            high_step += tiles * (STEP * HIGH_BITS)
-            words_step += rows * WORDS
-            if OVERLAP and not GROUPED and BM <= 8:
-                # The first weights are under way by now.
-                cuda.gdc_wait()
-            acc = _multiply_step(
-                low, high, words, x_ptr, c0_ptr, words_ptr, table_ptr, block_scale_ptr, step, n,
-                held, m, rows, tiles, width, x_width, num_x, num_steps, acc,
-                CODE, SCALE, KD, STEP, LOW_BITS, HIGH_BITS, BIAS, WORDS, GRID_ROW, GRID_HIGH, GRID_DELTA, W_PARTS,
-                X_PARTS, OFFSETS, BLOCK_SCALE, CHAIN, TAIL, WIDE, BM, T, ASM, UPCAST,
-            )  # fmt: skip
+        else:
+            low_step = fragments_of_step(c0_ptr, first_step, tiles, STEP * LOW_BITS // 256, 256)
+            high_step = fragments_of_step(c1_ptr, first_step, tiles, STEP * HIGH_BITS // 256, 256)
+            words_step = words_of_step(words_ptr, first_step, rows, WORDS)
+            for step in tl.range(first_step, last_step, num_stages=STAGES):
+                low, high, words = load_step(
+                    c0_ptr, low_step, high_step, words_step, step, tile, held, rows, width,
+                    CODE, KD, STEP, LOW_BITS, HIGH_BITS, WORDS, T,
+                )  # fmt: skip
+                low_step += tiles * (STEP * LOW_BITS)
+                high_step += tiles * (STEP * HIGH_BITS)
+                words_step += rows * WORDS
+                if OVERLAP and not GROUPED and BM <= 8:
+                    # The first weights are under way by now.
+                    cuda.gdc_wait()
+                acc = _multiply_step(
+                    low, high, words, x_ptr, c0_ptr, words_ptr, table_ptr, block_scale_ptr, step, n,
+                    held, m, rows, tiles, width, x_width, num_x, num_steps, acc,
+                    CODE, SCALE, KD, STEP, LOW_BITS, HIGH_BITS, BIAS, WORDS, GRID_ROW, GRID_HIGH, GRID_DELTA, W_PARTS,
+                    X_PARTS, OFFSETS, BLOCK_SCALE, CHAIN, TAIL, WIDE, BM, T, ASM, UPCAST,
+                )  # fmt: skip
         total += acc
     if SPLIT:
         at = tl.cast(tile_n, tl.int64) * tl.num_programs(0) + tile_m
@@ -429,7 +505,7 @@ def linear_kernel(
         held_total = by_thread(total, T, BM, 2)
         if store_segment(work_ptr, lock_ptr + at, SIZE, first_segment, num_segments, held_total, SPLIT):
             return
-        held_total = add_segments(work_ptr, lock_ptr + at, SIZE, num_segments, held_total, SPLIT, UNROLL, TAKEN, EXACT)
+        held_total = add_segments(work_ptr, lock_ptr + at, SIZE, num_segments, held_total, SPLIT, TAKEN, EXACT)
         total = from_thread(held_total, T, BM, 2)
     if ROW_SCALE:
         total = total * tl.load(row_scale_ptr + n)[:, None]

@@ -55,12 +55,17 @@ def from_fragment(words, T: tl.constexpr):
 
 @triton.jit
 def side_by_side(tiles, COUNT: tl.constexpr):
-    """COUNT (1, 2 or 4) left operands [BN, W] as one [BN, W COUNT]."""
+    """COUNT (1, 2, 4 or 8) left operands [BN, W] as one [BN, W COUNT]."""
     if COUNT == 1:
         one = tiles[0]
     elif COUNT == 2:
         both = tl.permute(tl.join(tiles[0], tiles[1]), (0, 2, 1))
         one = tl.reshape(both, (both.shape[0], 2 * both.shape[2]))
+    elif COUNT == 8:
+        first = tl.join(tl.join(tiles[0], tiles[1]), tl.join(tiles[2], tiles[3]))
+        second = tl.join(tl.join(tiles[4], tiles[5]), tl.join(tiles[6], tiles[7]))
+        eight = tl.permute(tl.join(first, second), (0, 4, 3, 2, 1))
+        one = tl.reshape(eight, (eight.shape[0], 8 * eight.shape[4]))
     else:
         pairs = tl.join(tl.join(tiles[0], tiles[1]), tl.join(tiles[2], tiles[3]))
         pairs = tl.permute(pairs, (0, 3, 2, 1))
@@ -106,24 +111,25 @@ def to_sums(v, BN: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def by_thread(total, T: tl.constexpr, WIDTH: tl.constexpr, PER: tl.constexpr):
-    """Sums [16 T, WIDTH], of which a thread holds PER neighbouring columns, as [4, 8, WIDTH / 4 / PER, T, 2 PER], what
-    a thread holds last: stored so, they need no exchange."""
-    held = tl.permute(tl.reshape(total, (T, 2, 8, WIDTH // 4 // PER, 4, PER)), (4, 2, 3, 0, 1, 5))
-    return tl.reshape(held, (4, 8, WIDTH // 4 // PER, T, 2 * PER))
+    """Sums [16 T, WIDTH], of which a thread holds PER neighbouring columns, as [4, 8, T, WIDTH / 4 / PER, 2 PER], what
+    a thread holds last, and before it what it holds more of: lanes and warps come first, so that no sum changes its
+    thread."""
+    held = tl.permute(tl.reshape(total, (T, 2, 8, WIDTH // 4 // PER, 4, PER)), (4, 2, 0, 3, 1, 5))
+    return tl.reshape(held, (4, 8, T, WIDTH // 4 // PER, 2 * PER))
 
 
 @triton.jit
 def from_thread(held, T: tl.constexpr, WIDTH: tl.constexpr, PER: tl.constexpr):
     """`by_thread` backwards."""
-    held = tl.reshape(held, (4, 8, WIDTH // 4 // PER, T, 2, PER))
-    return tl.reshape(tl.permute(held, (3, 4, 1, 2, 0, 5)), (16 * T, WIDTH))
+    held = tl.reshape(held, (4, 8, T, WIDTH // 4 // PER, 2, PER))
+    return tl.reshape(tl.permute(held, (2, 4, 1, 3, 0, 5)), (16 * T, WIDTH))
 
 
 @triton.jit
 def places_by_thread(T: tl.constexpr, WIDTH: tl.constexpr, PER: tl.constexpr):
     """Places of `by_thread`'s values in memory, a thread's beside those of its neighbours."""
     lane = tl.arange(0, 4)[:, None, None, None, None] + tl.arange(0, 8)[None, :, None, None, None] * 4
-    block = tl.arange(0, WIDTH // 4 // PER)[None, None, :, None, None] * T + tl.arange(0, T)[None, None, None, :, None]
+    block = tl.arange(0, WIDTH // 4 // PER)[None, None, None, :, None] * T + tl.arange(0, T)[None, None, :, None, None]
     return (block * 32 + lane) * (2 * PER) + tl.arange(0, 2 * PER)[None, None, None, None, :]
 
 
@@ -203,6 +209,43 @@ def load_words(base, rows_held, rows, WORDS: tl.constexpr, T: tl.constexpr):
                 found = found + (by_row(first, T), by_row(second, T))
             else:
                 found = found + (by_row(tl.load(base + w * rows + rows_held), T),)
+    return found
+
+
+@triton.jit
+def hidden_words(at, COUNT: tl.constexpr, T: tl.constexpr, ASM: tl.constexpr):
+    """COUNT (1, 2 or 4) int32 words at addresses [4, 8, T, 2], a tuple of [16 T, 4]. On a device the compiler does not
+    see a load: it would take every thread's copy of them through shared memory."""
+    if not ASM:
+        found = ()
+        for i in tl.static_range(COUNT):
+            found = found + (by_row(tl.load(at + i), T),)
+    elif COUNT == 1:
+        found = (by_row(tl.inline_asm_elementwise(
+            "ld.global.nc.b32 $0, [$1];", "=r,l", [at], dtype=tl.int32, is_pure=True, pack=1
+        ), T),)  # fmt: skip
+    elif COUNT == 2:
+        first, second = tl.inline_asm_elementwise(
+            "ld.global.nc.v2.b32 {$0, $1}, [$2];", "=r,=r,l", [at], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )
+        found = (by_row(first, T), by_row(second, T))
+    else:
+        first, second, third, fourth = tl.inline_asm_elementwise(
+            "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", [at],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+        found = (by_row(first, T), by_row(second, T), by_row(third, T), by_row(fourth, T))
+    return found
+
+
+@triton.jit
+def load_hidden_words(base, rows_held, rows, WORDS: tl.constexpr, T: tl.constexpr, ASM: tl.constexpr):
+    """`load_words` by `hidden_words`."""
+    found = ()
+    for w in tl.static_range(WORDS):
+        if word_block(w, WORDS)[0] == w:
+            at = base + w * rows + rows_held * word_block(w, WORDS)[1]
+            found = found + hidden_words(at, word_block(w, WORDS)[1], T, ASM)
     return found
 
 
@@ -313,17 +356,31 @@ def signed_byte(c, HIGH: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def float8(c, HIGH: tl.constexpr, ASM: tl.constexpr):
-    """Byte HIGH of 16-bit words, an E4M3 number."""
+def float8(c, FIELD: tl.constexpr, ASM: tl.constexpr):
+    """E4M3 code FIELD of 16-bit words, whose bits lie as `E4M3_BITS` in formats says.
+
+    Moved to bits 4..10 and 15 of a bfloat16 number, exponent, mantissa and sign of a code read as its value / 2^120,
+    subnormals included; the product is exact. (The code of NaN would read as 480: `relayout` refuses it.)
+    """
     if ASM:
+        if FIELD == 0:
+            return tl.inline_asm_elementwise(
+                "{ .reg .b32 t, u, z; and.b32 t, $1, 2280687600; mov.b32 u, 2072017792; mov.b32 z, 2147516416;"
+                " fma.rn.bf16x2 $0, t, u, z; }",
+                "=r,r", [c], dtype=tl.bfloat16, is_pure=True, pack=2,
+            )  # fmt: skip
         return tl.inline_asm_elementwise(
-            f"{{ .reg .b32 t; .reg .b16 h, l; .reg .f32 a, b; prmt.b32 t, $1, 0, {0x4420 + 0x11 * HIGH};"
-            " mov.b32 {h, l}, t; cvt.rn.f16x2.e4m3x2 t, h; mov.b32 {l, h}, t;"
-            " cvt.f32.f16 a, l; cvt.f32.f16 b, h; cvt.rn.bf16x2.f32 $0, b, a; }",
+            "{ .reg .b32 t, u, z; shl.b32 t, $1, 4; and.b32 t, t, 2163245296; shr.b32 u, $1, 4;"
+            " lop3.b32 t, u, 117442304, t, 234; mov.b32 u, 2072017792; mov.b32 z, 2147516416;"
+            " fma.rn.bf16x2 $0, t, u, z; }",
             "=r,r", [c], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
-    byte = ((c.to(tl.int32) >> (8 * HIGH)) & 255).to(tl.uint8)
-    return byte.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(tl.bfloat16)
+    word = c.to(tl.int32)
+    if FIELD == 0:
+        byte = ((word >> 4) & 127) | (((word >> 15) & 1) << 7)
+    else:
+        byte = (word & 15) | (((word >> 12) & 7) << 4) | (((word >> 11) & 1) << 7)
+    return byte.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32).to(tl.bfloat16)
 
 
 @triton.jit

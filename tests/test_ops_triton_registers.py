@@ -1,0 +1,113 @@
+"""Registers of tensor-core products that are still under way: machine code for Hopper must not write them.
+
+A product of a warp group reads its left operand from registers while the warp goes on. Triton 3.6 keeps none of them
+until the product is done: where products of one round of a loop are still under way in the next, decoded weights fell
+on operands, now and then, without a test of bits noticing. So the machine code itself is read, on any machine.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CASES = ("F8_E4M3:32", "F8_E4M3:64", "Q8_0:64", "Q4_0:64", "NVFP4:64", "NVFP4:512", "BF16:64", "Q4_K:64", "Q2_K:64")
+WRITES_NOTHING = ("ST", "LDGSTS", "BAR", "BRA", "ISETP", "UMOV", "CCTL", "MEMBAR", "FENCE")
+
+
+def triton_tool(name: str) -> Path | None:
+    """A program that comes with Triton."""
+    found = importlib.util.find_spec("triton")
+    if found is None or found.origin is None:
+        return None
+    path = Path(found.origin).parent / "backends" / "nvidia" / "bin" / name
+    return path if path.is_file() else None
+
+
+def loops_of(code: list[str]) -> list[tuple[int, int]]:
+    """First and last line of the loops that hold products, innermost first."""
+    labels = {line.split(":")[0].strip(): i for i, line in enumerate(code) if line.lstrip().startswith(".L")}
+    found = []
+    for i, line in enumerate(code):
+        jump = re.search(r"BRA `\((\.L_x_\d+)\)", line)
+        begin = labels.get(jump.group(1), i) if jump else i
+        if begin < i and any("GMMA" in inner for inner in code[begin:i]):
+            found.append((begin, i))
+    return sorted(found, key=lambda loop: loop[1] - loop[0])
+
+
+def written(instruction: str) -> set[int]:
+    """Registers that an instruction writes."""
+    found = re.match(r"(?:@!?U?P\d+ )?([A-Z0-9_.]+) R(\d+)", instruction)
+    if found is None or found.group(1).startswith(WRITES_NOTHING):
+        return set()
+    first = int(found.group(2))
+    count = 4 if ".128" in found.group(1) else 2 if ".64" in found.group(1) or "WIDE" in found.group(1) else 1
+    return set(range(first, first + count))
+
+
+def overwritten(code: list[str]) -> list[str]:
+    """Instructions of two rounds of a loop that write a left operand of a product still under way."""
+    under_way: list[set[int]] = []
+    group: set[int] = set()
+    found = []
+    for instruction in code * 2:
+        product = re.match(r"[HIQ]GMMA\S* R\d+, R(\d+)", instruction)
+        wait = re.match(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\w+)", instruction)
+        if "GMMA" in instruction:
+            group |= set(range(int(product.group(1)), int(product.group(1)) + 4)) if product else set()
+            if "gsb0" in instruction:
+                under_way, group = [*under_way, group], set()
+        elif wait:
+            left = int(wait.group(1), 16)
+            under_way = under_way[len(under_way) - left :] if left < len(under_way) else under_way
+        elif any(written(instruction) & operand for operand in (*under_way, group)):
+            found.append(instruction)
+    return found
+
+
+def instructions(listing: str) -> list[str]:
+    """Labels and instructions of a listing, without addresses."""
+    lines = (re.sub(r"^\s*/\*[0-9a-f]+\*/\s*", "", line).strip() for line in listing.splitlines())
+    return [line for line in lines if line.startswith((".L_x", "@")) or re.match(r"[A-Z]", line)]
+
+
+def test_an_operand_that_is_written_too_early_is_found() -> None:
+    waits = "WARPGROUP.DEPBAR.LE gsb0, 0x"
+    code = ["LOP3.LUT R56, R8, R9 ;", "HGMMA.64x64x16.F32.BF16 R24, R56, gdesc[UR8], R24, gsb0 ;", f"{waits}1 ;"]
+    assert overwritten(code) == ["LOP3.LUT R56, R8, R9 ;"]
+    assert overwritten([code[0], code[1], f"{waits}0 ;"]) == []
+    assert overwritten(["LDS.128 R54, [R1] ;", *code[1:]]) == ["LDS.128 R54, [R1] ;"]
+    assert overwritten(["STS.128 [R56], R57 ;", *code[1:]]) == []
+    assert loops_of([".L_x_1:", *code, "@P0 BRA `(.L_x_1) ;"]) == [(0, 4)]
+
+
+def test_no_operand_is_written_while_its_product_is_under_way(tmp_path: Path) -> None:
+    disassembler = triton_tool("nvdisasm")
+    if disassembler is None or triton_tool("ptxas") is None:
+        pytest.skip("this Triton has no assembler and disassembler for NVIDIA GPUs")
+    tests = Path(__file__).parent
+    path = os.pathsep.join((str(tests.parent / "src"), str(tests), os.environ.get("PYTHONPATH", "")))
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(tests / "wide_products.py"), str(tmp_path), *CASES],
+        env={**kept, "PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    compiled = json.loads(done.stdout.splitlines()[-1])
+    assert set(compiled) == set(CASES)
+    for case, file in compiled.items():
+        listing = subprocess.run([disassembler, "-c", file], capture_output=True, text=True, check=True).stdout
+        code = instructions(listing)
+        loops = loops_of(code)
+        assert loops, f"{case}: no loop with products of warp groups"
+        begin, end = loops[0]
+        assert overwritten(code[begin:end]) == [], case
