@@ -333,6 +333,14 @@ def test_zero_groups_of_zero_weights_pass() -> None:
     assert bool((dequantize(load(tensors))[1] == 0).all())
 
 
+def test_a_float8_weight_that_is_no_number_is_found() -> None:
+    codes = torch.full((4, 8), 0x7E, dtype=torch.uint8)
+    check_weight(PackedTensor(F8_E4M3, (4, 8), codes.view(torch.float8_e4m3fn), "w"))
+    codes[2, 3] = 0xFF
+    with pytest.raises(FormatError, match="'w' holds a value that is not finite at element 19"):
+        check_weight(PackedTensor(F8_E4M3, (4, 8), codes.view(torch.float8_e4m3fn), "w"))
+
+
 @pytest.mark.parametrize("fmt", [f for f in FORMATS if f.supported and f.type_id is not None], ids=lambda f: f.name)
 def test_weights_that_are_not_finite_are_found(fmt: BlockFormat) -> None:
     """A block whose decode has NaN or infinity is named, and no other block is."""

@@ -1,7 +1,8 @@
 """Compiles wide GPU products for Hopper, on a machine without a GPU, and prints what a check of registers needs.
 
-Run as a program by test_ops_triton_registers: `wide_products.py FORMAT:ROWS ...` prints, as JSON, for each the path of
-the compiled kernel. Nothing is launched: a stand-in for the driver names the architecture, and launches only compile.
+Run as a program by test_ops_triton_registers: `wide_products.py FOLDER FORMAT:ROWS:WEIGHT-ROWS ...` prints, as JSON,
+for each case the path of the compiled kernel, whose assembly lies beside it. Nothing is launched: a stand-in for the
+driver names the architecture, and launches only compile.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Hopper:
 
 
 def compiled(case: str, folder: Path) -> str:
-    """Path of the machine code of a format's product with so many input rows."""
-    name, rows = case.split(":")
+    """Path of the machine code of a format's product with so many input rows and weight rows."""
+    name, rows, weight_rows = case.split(":")
     found: list[Any] = []
     run = JITFunction.run
 
@@ -51,15 +52,16 @@ def compiled(case: str, folder: Path) -> str:
 
     JITFunction.run = compile_only
     try:
-        # So many rows of the weight that K is cut in few segments.
-        served = linear.TritonLinear(random_packed(name, 17408, 512, 3), torch.device("cpu"), NumericsConfig())
+        packed = random_packed(name, int(weight_rows), 512, 3)
+        served = linear.TritonLinear(packed, torch.device("cpu"), NumericsConfig())
         served.wide = True
         x = torch.randn(int(rows), 512).bfloat16()
-        served(x, torch.empty(int(rows), 17408, dtype=torch.bfloat16))
+        served(x, torch.empty(int(rows), packed.shape[0], dtype=torch.bfloat16))
     finally:
         JITFunction.run = run
-    path = folder / f"{name}-{rows}.cubin"
+    path = folder / f"{case.replace(':', '-')}.cubin"
     path.write_bytes(found[-1].asm["cubin"])
+    path.with_suffix(".ptx").write_text(found[-1].asm["ptx"])
     return str(path)
 
 

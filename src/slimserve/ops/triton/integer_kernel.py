@@ -263,10 +263,10 @@ def integer_kernel(
     HIGH_BITS: tl.constexpr, HIGH_AT: tl.constexpr, WORDS: tl.constexpr, MINIMA: tl.constexpr,
     SPLIT: tl.constexpr, GROUPED: tl.constexpr, WIDE: tl.constexpr, OVERLAP: tl.constexpr, ASM: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, BY_SEGMENT: tl.constexpr, TAKEN: tl.constexpr,
-    EXACT: tl.constexpr,
+    EXACT: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """See the module. num_x: columns of x, two to an input row; tiles: sixteens of weight rows; TAKEN, EXACT: see
-    `take_over`."""
+    `take_over`; ALIGNED: `load_hidden_words`."""
     T: tl.constexpr = BN // 16
     HALF: tl.constexpr = BM // 2
     # Weights are read once: what all programs read again should stay in the first-level cache. Where a warp's step has
@@ -325,19 +325,21 @@ def integer_kernel(
         low_step = fragments_of_step(c0_ptr, first_step, tiles, LOW_BITS, 512)
         high_step = fragments_of_step(c1_ptr, first_step, tiles, HIGH_BITS, 512)
         words_step = words_of_step(words_ptr, first_step, rows, WORDS)
+        # Where steps are copied ahead, words are asked for a step ahead as well, past shared memory. (Without copies
+        # under way that was slower.)
+        HIDDEN: tl.constexpr = WIDE and STAGES > 1
         following = ()
-        if WIDE:
-            following = load_hidden_words(words_step, held, rows, WORDS, T, ASM)
+        if HIDDEN:
+            following = load_hidden_words(words_step, held, rows, WORDS, ALIGNED, T, ASM)
         for step in tl.range(first_step, last_step, num_stages=STAGES):
             low = load_fragments(low_step, tile, LOW_BITS, 512, POLICY)
             high = low
             if HIGH_BITS > 0:
                 high = load_fragments(high_step, tile, HIGH_BITS, 512, POLICY)
-            if WIDE:
-                # Words are asked for a step ahead.
+            if HIDDEN:
                 words = following
                 words_step += tl.where(step == last_step - 1, 0, rows * WORDS)
-                following = load_hidden_words(words_step, held, rows, WORDS, T, ASM)
+                following = load_hidden_words(words_step, held, rows, WORDS, ALIGNED, T, ASM)
             else:
                 words = load_words(words_step, held, rows, WORDS, T)
                 words_step += rows * WORDS

@@ -347,7 +347,7 @@ def launch(
             or_else(weight.minima, none), weight.words, or_else(weight.table, none), out, work, locks, *lists,
             2 * rows.scale.shape[-1], weight.rows, weight.tiles, out.stride(0), weight.steps,
             segments, divisor, *groups, **_integer_constants(fmt), OVERLAP=overlap, ASM=not INTERPRETED,
-            **form, **options,
+            ALIGNED=not tile.wide or weight.rows % 4 == 0, **form, **options,
         )  # fmt: skip
         return
     overlap, options = overlap_options(out.device, pays)

@@ -271,7 +271,7 @@ def walk_joined(
     last = last_step * PARTS - 1
     following = ()
     if COUNT > 0:
-        following = hidden_words(words_at + held * WORDS, COUNT, T, ASM)
+        following = hidden_words(words_at + held * WORDS, COUNT, True, T, ASM)
     for at in tl.range(first_step * PARTS, last + 1, num_stages=1):
         closing = at % PARTS == PARTS - 1
         words = following
@@ -283,7 +283,7 @@ def walk_joined(
         if COUNT > 0:
             # Those of the next part are under way meanwhile.
             words_at += tl.where(at == last, 0, tl.where(closing, rows * WORDS - (PARTS - 1) * COUNT, COUNT))
-            following = hidden_words(words_at + held * WORDS, COUNT, T, ASM)
+            following = hidden_words(words_at + held * WORDS, COUNT, True, T, ASM)
         w = ()
         for j in tl.static_range(128 // KD):
             w = w + decode_tiles(

@@ -252,8 +252,6 @@ def _matrix(packed: PackedTensor, fmt: TileFormat, device: torch.device) -> list
         codes, fields, least = _unpack(packed, fmt, packed.data[start:stop].to(device))
         if side is not None:
             fields = side[start:stop].to(device)
-        if fmt.code == tiles.FLOAT8.value and codes is not None and bool((codes & 127 == 127).any()):
-            raise RefusalError(f"{packed.name}: rows {start} to {stop - 1} hold NaN, which is no weight.")
         if packed.format.name == "E2M1_G16" and codes is not None and fields is not None:
             codes, fields = scaled_e2m1(codes, fields.reshape(stop - start, -1))
             fields = None if fields is None else fields.reshape(stop - start, steps, -1)

@@ -213,39 +213,50 @@ def load_words(base, rows_held, rows, WORDS: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def hidden_words(at, COUNT: tl.constexpr, T: tl.constexpr, ASM: tl.constexpr):
+def hidden_word(at):
+    """An int32 word at addresses, whose load the compiler does not see."""
+    return tl.inline_asm_elementwise(
+        "ld.global.nc.b32 $0, [$1];", "=r,l", [at], dtype=tl.int32, is_pure=True, pack=1
+    )  # fmt: skip
+
+
+@triton.jit
+def hidden_words(at, COUNT: tl.constexpr, ALIGNED: tl.constexpr, T: tl.constexpr, ASM: tl.constexpr):
     """COUNT (1, 2 or 4) int32 words at addresses [4, 8, T, 2], a tuple of [16 T, 4]. On a device the compiler does not
-    see a load: it would take every thread's copy of them through shared memory."""
-    if not ASM:
-        found = ()
-        for i in tl.static_range(COUNT):
-            found = found + (by_row(tl.load(at + i), T),)
-    elif COUNT == 1:
-        found = (by_row(tl.inline_asm_elementwise(
-            "ld.global.nc.b32 $0, [$1];", "=r,l", [at], dtype=tl.int32, is_pure=True, pack=1
-        ), T),)  # fmt: skip
-    elif COUNT == 2:
+    see a load: it would take every thread's copy of them through shared memory. ALIGNED: addresses are multiples of
+    what is read at each."""
+    found = ()
+    if ASM and ALIGNED and COUNT == 2:
         first, second = tl.inline_asm_elementwise(
             "ld.global.nc.v2.b32 {$0, $1}, [$2];", "=r,=r,l", [at], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
         )
         found = (by_row(first, T), by_row(second, T))
-    else:
+    elif ASM and ALIGNED and COUNT == 4:
         first, second, third, fourth = tl.inline_asm_elementwise(
             "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", [at],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
         )  # fmt: skip
         found = (by_row(first, T), by_row(second, T), by_row(third, T), by_row(fourth, T))
+    else:
+        for i in tl.static_range(COUNT):
+            if ASM:
+                found = found + (by_row(hidden_word(at + i), T),)
+            else:
+                found = found + (by_row(tl.load(at + i), T),)
     return found
 
 
 @triton.jit
-def load_hidden_words(base, rows_held, rows, WORDS: tl.constexpr, T: tl.constexpr, ASM: tl.constexpr):
-    """`load_words` by `hidden_words`."""
+def load_hidden_words(
+    base, rows_held, rows, WORDS: tl.constexpr, ALIGNED: tl.constexpr, T: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """`load_words` by `hidden_words`. ALIGNED: rows are a multiple of four, so that words that stand together are
+    aligned in every step."""
     found = ()
     for w in tl.static_range(WORDS):
         if word_block(w, WORDS)[0] == w:
             at = base + w * rows + rows_held * word_block(w, WORDS)[1]
-            found = found + hidden_words(at, word_block(w, WORDS)[1], T, ASM)
+            found = found + hidden_words(at, word_block(w, WORDS)[1], ALIGNED, T, ASM)
     return found
 
 
@@ -360,7 +371,8 @@ def float8(c, FIELD: tl.constexpr, ASM: tl.constexpr):
     """E4M3 code FIELD of 16-bit words, whose bits lie as `E4M3_BITS` in formats says.
 
     Moved to bits 4..10 and 15 of a bfloat16 number, exponent, mantissa and sign of a code read as its value / 2^120,
-    subnormals included; the product is exact. (The code of NaN would read as 480: `relayout` refuses it.)
+    subnormals included; the product is exact. (The code of NaN would read as 480: `quant.scales.check_weight` lets none
+    in.)
     """
     if ASM:
         if FIELD == 0:
