@@ -77,8 +77,10 @@ class TileFormat:
 
     @property
     def joined(self) -> bool:
-        """Whether the dots of 128 elements can be one (`linear_kernel.walk_joined`)."""
-        return self.chained and not self.integer and not self.grid and self.weight_parts == 1
+        """Whether the dots of 128 elements are one where no copies are under way (`linear_kernel.walk_joined`): those
+        of final values that bfloat16 holds, but for FP8, whose products were faster with copies."""
+        whole = self.chained and self.weight_parts == 1
+        return whole and not self.integer and self.code != tiles.FLOAT8.value
 
 
 def as_words(values: torch.Tensor, bits: int) -> torch.Tensor:

@@ -102,7 +102,7 @@ SHORT_64 = Tile(64, 64, 4, True, 3, 168)
 fit a multiprocessor."""
 LEAN_32, LEAN_64 = Tile(64, 32, 4, True, 1, 128), Tile(64, 64, 4, True, 1, 128)
 TALL_64 = Tile(128, 64, 8, True, 1, 128)
-"""For weights whose dots join (`linear_kernel.walk_joined`), but for FP8: without copies under way more programs fit a
+"""For weights whose dots join (`linear_kernel.walk_joined`): without copies under way more programs fit a
 multiprocessor, and those that lie on one find x in its first-level cache. Tall ones share x: faster where rows are
 many."""
 TALL_ROWS = 256
@@ -144,7 +144,7 @@ def choose_tile(num_rows: int, fmt: TileFormat, wide: bool = True) -> Tile:
     if not wide or columns <= NARROW_TILES[1].columns:
         return NARROW_TILES[0 if columns <= 8 else 1 if columns <= 16 else 2 if columns <= 32 else 3]
     few = columns <= WIDE_32.columns
-    if fmt.joined and fmt.code != FLOAT8.value:
+    if fmt.joined:
         return LEAN_32 if few else LEAN_64 if columns < TALL_ROWS else TALL_64
     if fmt.step <= 128 and fmt.code != PLAIN.value:
         return STAGED_32 if few else SHORT_64

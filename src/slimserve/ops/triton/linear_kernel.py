@@ -248,12 +248,10 @@ def _multiply_step(
 
 @triton.jit
 def walk_joined(
-    acc, first_step, last_step, x_ptr, c0_ptr, words_ptr, table_ptr, block_scale_ptr,
-    n, held, tile, m, rows, tiles, width, x_width, num_steps,
+    acc, first_step, last_step, x_ptr, c0_ptr, words_ptr, table_ptr, n, held, tile, m, rows, tiles, width, x_width,
     CODE: tl.constexpr, KD: tl.constexpr, STEP: tl.constexpr, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr,
     BIAS: tl.constexpr, WORDS: tl.constexpr, GRID_ROW: tl.constexpr, GRID_HIGH: tl.constexpr, GRID_DELTA: tl.constexpr,
-    BLOCK_SCALE: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, T: tl.constexpr, ASM: tl.constexpr,
-    UPCAST: tl.constexpr,
+    WHOLE: tl.constexpr, T: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """acc [BN, BM] plus the products of steps [first_step, last_step) in the wide form, 128 elements at a time: one
     load of x and one wait for products where there would be one for each dot. The products and their order are those
@@ -291,13 +289,7 @@ def walk_joined(
                 CODE, KD, STEP, LOW_BITS, HIGH_BITS, BIAS, WORDS, GRID_ROW, GRID_HIGH, GRID_DELTA, T, ASM,
             )  # fmt: skip
         x = load_x(x_ptr, m, x_width, at * 128, 128)
-        one = side_by_side(w, 8).to(tl.bfloat16)
-        if BLOCK_SCALE:
-            part = multiply(one, x, tl.zeros_like(acc), UPCAST)
-            unit = by_row(tl.load(block_scale_ptr + (held // 128) * num_steps + at), T)
-            acc = tl.fma(part, to_sums(unit, 16 * T, BM), acc)
-        else:
-            acc = multiply(one, x, acc, UPCAST)
+        acc = multiply(side_by_side(w, 8).to(tl.bfloat16), x, acc, UPCAST)
     return acc
 
 
@@ -471,10 +463,9 @@ def linear_kernel(
         last_step = step_of(segment + 1, num_steps, num_segments)
         if JOINED:
             acc = walk_joined(
-                acc, first_step, last_step, x_ptr, c0_ptr, words_ptr, table_ptr, block_scale_ptr,
-                n, held, tile, m, rows, tiles, width, x_width, num_steps,
-                CODE, KD, STEP, LOW_BITS, HIGH_BITS, BIAS, WORDS, GRID_ROW, GRID_HIGH, GRID_DELTA, BLOCK_SCALE, WHOLE,
-                BM, T, ASM, UPCAST,
+                acc, first_step, last_step, x_ptr, c0_ptr, words_ptr, table_ptr, n, held, tile, m, rows, tiles, width,
+                x_width, CODE, KD, STEP, LOW_BITS, HIGH_BITS, BIAS, WORDS, GRID_ROW, GRID_HIGH, GRID_DELTA, WHOLE, T,
+                ASM, UPCAST,
             )  # fmt: skip
         else:
             low_step = fragments_of_step(c0_ptr, first_step, tiles, STEP * LOW_BITS // 256, 256)
