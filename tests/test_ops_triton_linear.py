@@ -195,13 +195,15 @@ def test_registers_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 BOTH_FORMS = ("Q4_K", "Q2_K", "NVFP4", "IQ2_XXS", "Q4_1", "F16", "F8_E4M3", "BF16")
 UNEVEN = (("F8_BLOCK", 416), ("BF16", 72), ("E2M1_G16", 720))
+IN_SEGMENTS = (("NVFP4", 1536), ("BF16", 1536))
 
 
-@pytest.mark.parametrize(("name", "width"), [*((name, 768) for name in BOTH_FORMS), *UNEVEN])
+@pytest.mark.parametrize(("name", "width"), [*((name, 768) for name in BOTH_FORMS), *UNEVEN, *IN_SEGMENTS])
 def test_both_forms_of_the_kernel_agree(name: str, width: int) -> None:
     torch.manual_seed(8)
     weight = random_weight(name.replace("BLOCK", "E4M3"), 20, width, block=name == "F8_BLOCK")
     served = kernels.TritonLinear(weight, torch.device(DEVICE), NumericsConfig())
+    assert served.segments == max(1, width // kernels.SEGMENT_ELEMENTS)
     x = torch.randn(9, width).bfloat16()
     expected = x.double() @ dequantize(weight).double().T
     for tile in (kernels.Tile(16, 16), kernels.Tile(64, 16, 4, True)):

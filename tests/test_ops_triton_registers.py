@@ -19,11 +19,18 @@ from pathlib import Path
 
 import pytest
 
-CASES = ("F8_E4M3:32", "F8_E4M3:64", "Q8_0:64", "Q4_0:64", "NVFP4:64", "NVFP4:512", "BF16:64", "Q4_K:64", "Q2_K:64")
-"""Formats and input rows."""
-ROWS, UNALIGNED_ROWS = 17408, 70
+CASES = (
+    *(f"{name}:32" for name in ("F8_E4M3", "Q8_0", "Q4_0", "NVFP4", "BF16", "Q4_K", "Q2_K")),
+    *(f"{name}:64" for name in ("F8_E4M3", "Q8_0", "Q4_0", "Q4_1", "MXFP4", "NVFP4", "BF16")),
+    *(f"{name}:64" for name in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ2_XXS")),
+)
+"""Formats and input rows, where segments of K run in parallel."""
+WHOLE = ("F8_E4M3:64", "NVFP4:512", "BF16:512", "Q6_K:64")
+"""Where a program walks them all."""
+ROWS, UNALIGNED_ROWS = 1024, 70
 UNALIGNED = ("Q4_K:64", "Q6_K:64", "NVFP4:64")
-WRITES_NOTHING = ("ST", "LDGSTS", "BAR", "BRA", "ISETP", "UMOV", "CCTL", "MEMBAR", "FENCE")
+EVERY = [*(f"{case}:{ROWS}:3" for case in CASES), *(f"{case}:{ROWS}:1" for case in WHOLE)]
+WRITES_NOTHING = ("ST", "LDGSTS", "BAR", "BRA", "WARPSYNC", "ISETP", "FSETP", "PLOP3", "CCTL")
 
 
 def triton_tool(name: str) -> Path | None:
@@ -49,11 +56,12 @@ def loops_of(code: list[str]) -> list[tuple[int, int]]:
 
 def written(instruction: str) -> set[int]:
     """Registers that an instruction writes."""
-    found = re.match(r"(?:@!?U?P\d+ )?([A-Z0-9_.]+) R(\d+)", instruction)
+    found = re.match(r"(?:@!?U?P\w+ )?([A-Z0-9_.]+) (?:U?P\w+, )*R(\d+)", instruction)
     if found is None or found.group(1).startswith(WRITES_NOTHING):
         return set()
-    first = int(found.group(2))
-    count = 4 if ".128" in found.group(1) else 2 if ".64" in found.group(1) or "WIDE" in found.group(1) else 1
+    first, name = int(found.group(2)), found.group(1)
+    pair = ".64" in name or "WIDE" in name or name.endswith(".2") or (name.startswith("CS2R") and ".32" not in name)
+    count = 4 if ".128" in name or name.endswith(".4") else 2 if pair else 1
     return set(range(first, first + count))
 
 
@@ -63,7 +71,7 @@ def overwritten(code: list[str]) -> list[str]:
     group: set[int] = set()
     found = []
     for instruction in code * 2:
-        product = re.match(r"[HIQ]GMMA\S* R\d+, R(\d+)", instruction)
+        product = re.match(r"(?:@!?U?P\w+ )?[HIQ]GMMA\S* R\d+, R(\d+)", instruction)
         wait = re.match(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\w+)", instruction)
         if "GMMA" in instruction:
             group |= set(range(int(product.group(1)), int(product.group(1)) + 4)) if product else set()
@@ -90,6 +98,10 @@ def test_an_operand_that_is_written_too_early_is_found() -> None:
     assert overwritten([code[0], code[1], f"{waits}0 ;"]) == []
     assert overwritten(["LDS.128 R54, [R1] ;", *code[1:]]) == ["LDS.128 R54, [R1] ;"]
     assert overwritten(["STS.128 [R56], R57 ;", *code[1:]]) == []
+    assert overwritten([code[0], f"@P0 {code[1]}", code[2]]) == [code[0]]
+    assert written("LDSM.16.M88.4 R4, [R1] ;") == {4, 5, 6, 7} and written("CS2R R24, SRZ ;") == {24, 25}
+    assert written("SHFL.BFLY PT, R5, R6, 0x1, 0x1f ;") == written("@!P2 LOP3.LUT P0, R5, R6, R7 ;") == {5}
+    assert written("ISETP.GT.AND P0, PT, R95, 0x1, PT ;") == set()
     assert loops_of([".L_x_1:", *code, "@P0 BRA `(.L_x_1) ;"]) == [(0, 4)]
 
 
@@ -99,7 +111,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     if triton_tool("nvdisasm") is None or triton_tool("ptxas") is None:
         pytest.skip("this Triton has no assembler and disassembler for NVIDIA GPUs")
     folder, tests = tmp_path_factory.mktemp("compiled"), Path(__file__).parent
-    cases = [*(f"{case}:{ROWS}" for case in CASES), *(f"{case}:{UNALIGNED_ROWS}" for case in UNALIGNED)]
+    cases = [*EVERY, *(f"{case}:{UNALIGNED_ROWS}:1" for case in UNALIGNED)]
     path = os.pathsep.join((str(tests.parent / "src"), str(tests), os.environ.get("PYTHONPATH", "")))
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
@@ -114,11 +126,11 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", EVERY)
 def test_no_operand_is_written_while_its_product_is_under_way(case: str, compiled: dict[str, Path]) -> None:
     disassembler = triton_tool("nvdisasm")
     assert disassembler is not None
-    file = compiled[f"{case}:{ROWS}"]
+    file = compiled[case]
     code = instructions(subprocess.run([disassembler, "-c", file], capture_output=True, text=True, check=True).stdout)
     loops = loops_of(code)
     assert loops, "no loop with products of warp groups"
@@ -127,11 +139,11 @@ def test_no_operand_is_written_while_its_product_is_under_way(case: str, compile
 
 
 def test_words_are_read_several_at_a_time_only_where_they_are_aligned(compiled: dict[str, Path]) -> None:
-    def vectors(case: str, rows: int) -> list[str]:
-        return re.findall(r"ld\.global\.nc\.v\d", compiled[f"{case}:{rows}"].with_suffix(".ptx").read_text())
+    def vectors(case: str) -> list[str]:
+        return re.findall(r"ld\.global\.nc\.v\d", compiled[case].with_suffix(".ptx").read_text())
 
     # Four words to a row and step are aligned for any number of rows; three and five are not.
-    assert {case: bool(vectors(case, UNALIGNED_ROWS)) for case in UNALIGNED} == {
+    assert {case: bool(vectors(f"{case}:{UNALIGNED_ROWS}:1")) for case in UNALIGNED} == {
         "Q4_K:64": False, "Q6_K:64": False, "NVFP4:64": True,
     }  # fmt: skip
-    assert vectors("Q4_K:64", ROWS) and vectors("NVFP4:64", ROWS)
+    assert vectors(f"Q4_K:64:{ROWS}:3") and vectors(f"NVFP4:64:{ROWS}:3")

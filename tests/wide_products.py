@@ -1,8 +1,8 @@
 """Compiles wide GPU products for Hopper, on a machine without a GPU, and prints what a check of registers needs.
 
-Run as a program by test_ops_triton_registers: `wide_products.py FOLDER FORMAT:ROWS:WEIGHT-ROWS ...` prints, as JSON,
-for each case the path of the compiled kernel, whose assembly lies beside it. Nothing is launched: a stand-in for the
-driver names the architecture, and launches only compile.
+Run as a program by test_ops_triton_registers: `wide_products.py FOLDER FORMAT:ROWS:WEIGHT-ROWS:SEGMENTS ...` prints, as
+JSON, for each case the path of the compiled kernel, whose assembly lies beside it. Nothing is launched: a stand-in for
+the driver names the architecture, and launches only compile.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from triton.runtime.jit import JITFunction
 
 from slimserve.ops import NumericsConfig
 from slimserve.ops.triton import linear
+from slimserve.ops.triton.launch import NO_FUSION
+
+WIDTH = 1536
 
 
 class Hopper:
@@ -39,9 +42,14 @@ class Hopper:
         return torch.device("cpu")
 
 
+def early(device: torch.device, pays: bool = False) -> tuple[bool, dict[str, bool]]:
+    """Launch options as on the device."""
+    return pays, {**NO_FUSION, "launch_pdl": True} if pays else NO_FUSION
+
+
 def compiled(case: str, folder: Path) -> str:
-    """Path of the machine code of a format's product with so many input rows and weight rows."""
-    name, rows, weight_rows = case.split(":")
+    """Path of the machine code of a format's product with so many input rows and weight rows, K in so many segments."""
+    name, rows, weight_rows, segments = case.split(":")
     found: list[Any] = []
     run = JITFunction.run
 
@@ -52,10 +60,10 @@ def compiled(case: str, folder: Path) -> str:
 
     JITFunction.run = compile_only
     try:
-        packed = random_packed(name, int(weight_rows), 512, 3)
+        packed = random_packed(name, int(weight_rows), WIDTH, 3)
         served = linear.TritonLinear(packed, torch.device("cpu"), NumericsConfig())
-        served.wide = True
-        x = torch.randn(int(rows), 512).bfloat16()
+        served.segments = int(segments)
+        x = torch.randn(int(rows), WIDTH).bfloat16()
         served(x, torch.empty(int(rows), packed.shape[0], dtype=torch.bfloat16))
     finally:
         JITFunction.run = run
@@ -71,6 +79,7 @@ def main() -> None:
     driver.set_active(Hopper())  # type: ignore[attr-defined]
     linear.multiprocessors = lambda device: 132  # type: ignore[assignment]
     linear.warp_groups_agree = lambda device: True  # type: ignore[assignment]
+    linear.overlap_options = early  # type: ignore[assignment]
     print(json.dumps({case: compiled(case, folder) for case in sys.argv[2:]}))
 
 

@@ -50,8 +50,8 @@ INTEGER_TILES: dict[int, tuple[Tile, ...]] = {
     4: (linear.CAPPED, Tile(32, 8, registers=128)),
     8: (linear.NARROW_TILES[1], linear.INTEGER_16, Tile(32, 16, registers=168), Tile(16, 16, registers=80)),
     16: (linear.INTEGER_32, Tile(64, 32, 4, True, 2), Tile(16, 32)),
-    64: (linear.INTEGER_WIDE[1], Tile(64, 128, 4, True), linear.INTEGER_WIDE[0]),
-    512: (linear.INTEGER_WIDE[1], Tile(64, 128, 4, True), Tile(128, 128, 8, True, 2)),
+    64: (linear.INTEGER_128, Tile(64, 128, 4, True), linear.INTEGER_STAGED_64),
+    512: (linear.INTEGER_128, Tile(64, 128, 4, True), Tile(128, 128, 8, True, 2)),
 }
 """The same for products in integers, whose columns are two to a row."""
 

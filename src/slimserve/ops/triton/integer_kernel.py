@@ -266,7 +266,7 @@ def integer_kernel(
     EXACT: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """See the module. num_x: columns of x, two to an input row; tiles: sixteens of weight rows; TAKEN, EXACT: see
-    `take_over`; ALIGNED: `load_hidden_words`."""
+    `add_segments` and `take_over`; ALIGNED: `load_hidden_words`."""
     T: tl.constexpr = BN // 16
     HALF: tl.constexpr = BM // 2
     # Weights are read once: what all programs read again should stay in the first-level cache. Where a warp's step has

@@ -14,6 +14,7 @@ from slimserve.ops.numerics import NumericsConfig
 from slimserve.ops.triton.formats import TileFormat
 from slimserve.ops.triton.integer_kernel import integer_kernel
 from slimserve.ops.triton.integer_rows import integer_embedding_kernel, integer_rows_kernel
+from slimserve.ops.triton.integers import BYTES, CHUNKS
 from slimserve.ops.triton.launch import INTERPRETED, NO_FUSION, cdiv, multiprocessors, overlap_options
 from slimserve.ops.triton.linear_kernel import ABSENT, ANNOUNCED, HANDED, linear_kernel
 from slimserve.ops.triton.linear_rows import embedding_kernel, split_rows_kernel
@@ -96,10 +97,9 @@ NARROW_TILES = (NARROW, Tile(16, 16), Tile(16, 32), Tile(16, 64))
 """Tiles for up to 8, 16, 32 and more input rows where the wide form may not serve."""
 
 WIDE_32, WIDE_64 = Tile(64, 32, 4, True, 2), Tile(64, 64, 4, True, 2)
-STAGED_32 = Tile(64, 32, 4, True, 3, 128)
-SHORT_64 = Tile(64, 64, 4, True, 3, 168)
-"""For up to 32 and more rows where a step is of 128 elements, whose x takes half of the shared memory: three programs
-fit a multiprocessor."""
+STAGED_32, SHORT_64 = Tile(64, 32, 4, True, 3, 128), Tile(64, 64, 4, True, 3, 168)
+"""For up to 32 rows of FP8 and Q8_0, and for more where a step is of 128 elements, whose x takes half of the shared
+memory: three programs fit a multiprocessor."""
 LEAN_32, LEAN_64 = Tile(64, 32, 4, True, 1, 128), Tile(64, 64, 4, True, 1, 128)
 TALL_64 = Tile(128, 64, 8, True, 1, 128)
 """For weights whose dots join (`linear_kernel.walk_joined`): without copies under way more programs fit a
@@ -109,9 +109,9 @@ TALL_ROWS = 256
 INTEGER_16 = Tile(32, 16, registers=128)
 """For 5 to 8 input rows of formats with minima: what they add to a step is paid for twice as many weight rows."""
 INTEGER_32 = Tile(64, 32, 4, True, 1, 128)
-INTEGER_WIDE = (Tile(64, 64, 4, True, 2), Tile(64, 128, 4, True, 2))
+INTEGER_64, INTEGER_STAGED_64, INTEGER_128 = Tile(64, 64, 4, True), Tile(64, 64, 4, True, 2), Tile(64, 128, 4, True, 2)
 FLOAT_TILES = (*NARROW_TILES[:2], CAPPED, WIDE_32, STAGED_32, LEAN_32, WIDE_64, SHORT_64, LEAN_64, TALL_64)
-INTEGER_TILES = (CAPPED, NARROW_TILES[1], INTEGER_16, INTEGER_32, *INTEGER_WIDE)
+INTEGER_TILES = (CAPPED, NARROW_TILES[1], INTEGER_16, INTEGER_32, INTEGER_64, INTEGER_STAGED_64, INTEGER_128)
 TILES = tuple(dict.fromkeys((*FLOAT_TILES, *INTEGER_TILES)))
 """All tiles that are served where the wide form may; a tile never changes a row's bits (tests hold it on a device)."""
 
@@ -138,7 +138,9 @@ def choose_tile(num_rows: int, fmt: TileFormat, wide: bool = True) -> Tile:
             return CAPPED if columns <= CAPPED.columns else INTEGER_16 if fmt.minima else NARROW_TILES[1]
         if columns <= INTEGER_32.columns:
             return INTEGER_32
-        return INTEGER_WIDE[0 if columns <= INTEGER_WIDE[0].columns else 1]
+        if columns > INTEGER_64.columns:
+            return INTEGER_128
+        return INTEGER_STAGED_64 if fmt.code == BYTES.value and fmt.order == CHUNKS.value else INTEGER_64
     if columns <= CAPPED.columns and fmt.code in EARLY:
         return CAPPED
     if not wide or columns <= NARROW_TILES[1].columns:
@@ -146,9 +148,9 @@ def choose_tile(num_rows: int, fmt: TileFormat, wide: bool = True) -> Tile:
     few = columns <= WIDE_32.columns
     if fmt.joined:
         return LEAN_32 if few else LEAN_64 if columns < TALL_ROWS else TALL_64
-    if fmt.step <= 128 and fmt.code != PLAIN.value:
-        return STAGED_32 if few else SHORT_64
-    return WIDE_32 if few else WIDE_64
+    if few:
+        return STAGED_32 if fmt.code in (FLOAT8.value, SIGNED_BYTE.value) else WIDE_32
+    return SHORT_64 if fmt.step <= 128 and fmt.code != PLAIN.value else WIDE_64
 
 
 def split_limit(processors: int, tile: Tile) -> int:
@@ -250,7 +252,8 @@ def prepare_shared(x: torch.Tensor, weights: Sequence[TileWeight], tiles: Sequen
 
 
 def _overlap_pays(fmt: TileFormat, wide: bool, grouped: bool = False) -> bool:
-    """Whether launches that begin before the kernels ahead of them end were measured to be faster."""
+    """Whether launches that begin before the kernels ahead of them end are faster: measured of formats with figures in
+    the notebook; of wide products, the others are taken to be like those."""
     if grouped:
         return fmt.code == WORD_E2M1.value or (fmt.integer and not fmt.grid)
     if wide:

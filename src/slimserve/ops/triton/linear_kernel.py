@@ -11,9 +11,9 @@ product (`tiles.from_fragment`).
 
 Two forms. Narrow (few rows): a program is one warp; nothing passes through shared memory, no barrier is met. Wide: a
 program is one or more groups of four warps, x (laid out for it by `prepare_rows`) comes through shared memory, and
-products are of the warp-group form; steps are copied ahead (STAGES), or their dots are joined (`walk_joined`). Both
-add the same products in the same order; `linear.warp_groups_agree` asks the device whether its two instructions round
-alike before the wide form serves.
+products are of the warp-group form; mostly steps are copied ahead (STAGES), or their dots are joined (`walk_joined`).
+Both add the same products in the same order; `linear.warp_groups_agree` asks the device whether its two instructions
+round alike before the wide form serves.
 """
 # ruff: noqa: RUF005 (kernels know no starred expressions)
 # mypy: disable-error-code=assignment
@@ -455,7 +455,7 @@ def linear_kernel(
     if SPLIT:
         first_segment = tl.program_id(2 if BY_SEGMENT else 1)
         last_segment = first_segment + 1
-    if OVERLAP and not GROUPED and BM > 8:
+    if OVERLAP and not GROUPED and (BM > 8 or JOINED):
         cuda.gdc_wait()
     for segment in range(first_segment, last_segment):
         acc = tl.zeros((BN, BM), tl.float32)
