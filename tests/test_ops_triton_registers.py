@@ -107,9 +107,9 @@ def test_an_operand_that_is_written_too_early_is_found() -> None:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Machine code by case: format, input rows and weight rows."""
+    """Machine code by case: format, input rows, weight rows and segments."""
     if triton_tool("nvdisasm") is None or triton_tool("ptxas") is None:
-        pytest.skip("this Triton has no assembler and disassembler for NVIDIA GPUs")
+        pytest.skip("no Triton here that brings an assembler and a disassembler for NVIDIA GPUs")
     folder, tests = tmp_path_factory.mktemp("compiled"), Path(__file__).parent
     cases = [*EVERY, *(f"{case}:{UNALIGNED_ROWS}:1" for case in UNALIGNED)]
     path = os.pathsep.join((str(tests.parent / "src"), str(tests), os.environ.get("PYTHONPATH", "")))
